@@ -1,0 +1,159 @@
+"""Native extensions; everything else about the package is in pyproject.toml.
+
+``SPECDEC_BUILD`` chooses what is built:
+
+- ``auto`` (default): the CPU kernels when a C++ compiler is found, the CUDA kernels when nvcc is found
+  (a GPU is not needed to build them). What is skipped prints one line saying why.
+- ``cpu``: the CPU kernels, or fail.   ``cuda``: CPU and CUDA kernels, or fail.
+- ``none``: a pure Python package that runs on the references.
+
+``TORCH_CUDA_ARCH_LIST`` (for example ``8.0;9.0+PTX``) and ``MAX_JOBS`` are respected. The sources use the
+LibTorch stable ABI only, so nvcc can compile them against a CPU-only torch wheel.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+ROOT = Path(__file__).parent
+CPU_NAME = "specdec_kernels._C"
+CUDA_NAME = "specdec_kernels._C_cuda"
+# 2.10: the oldest stable ABI that has what we use; see torch/csrc/stable/version.h.
+TORCH_TARGET_VERSION = "0x020a000000000000"
+DEFAULT_CUDA_ARCHS = "8.0;9.0;10.0+PTX"
+
+
+def say(text: str) -> None:
+    print(f"specdec-kernels: {text}", file=sys.stderr, flush=True)
+
+
+def find_cxx() -> str | None:
+    return shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return (shutil.which("nvcc", path=f"{home}/bin") if home else None) or shutil.which("nvcc")
+
+
+def missing_for_build(cuda: bool) -> str | None:
+    """Say what keeps a kind of kernels from being built, or None."""
+    if sys.platform == "win32":
+        return "the native build is not supported on Windows"
+    if cuda and find_nvcc() is None:
+        return "nvcc was not found (set CUDA_HOME)"
+    if find_cxx() is None:
+        return "no C++ compiler was found (set CXX)"
+    for module in ("torch", "ninja", "pybind11"):
+        try:
+            __import__(module)
+        except ImportError:
+            return f"{module} cannot be imported at build time (install it first, then use --no-build-isolation)"
+    return None
+
+
+def choose_extensions() -> list[Extension]:
+    mode = os.environ.get("SPECDEC_BUILD", "auto")
+    if mode not in ("auto", "cpu", "cuda", "none"):
+        raise SystemExit(f"SPECDEC_BUILD must be auto, cpu, cuda or none, got {mode!r}")
+    wanted = {"none": [], "cpu": [CPU_NAME], "cuda": [CPU_NAME, CUDA_NAME], "auto": [CPU_NAME, CUDA_NAME]}[mode]
+    chosen = []
+    for name in wanted:
+        reason = missing_for_build(cuda=name == CUDA_NAME)
+        if reason and mode != "auto":
+            raise SystemExit(f"SPECDEC_BUILD={mode}: cannot build {name}: {reason}")
+        if reason:
+            say(f"skipping {name}: {reason}")
+        else:
+            folders = ("cuda",) if name == CUDA_NAME else ("cpu", ".")
+            sources = [
+                p for f in folders for p in sorted((ROOT / "csrc" / f).glob("*.c*")) if p.suffix in (".cpp", ".cu")
+            ]
+            chosen.append(Extension(name, [str(p.relative_to(ROOT)) for p in sources], optional=mode == "auto"))
+    if mode == "none":
+        say("native kernels skipped: SPECDEC_BUILD=none")
+    return chosen
+
+
+def cuda_arch_flags() -> list[str]:
+    flags = []
+    for arch in os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS).replace(" ", ";").split(";"):
+        if arch:
+            number = arch.removesuffix("+PTX").replace(".", "")
+            flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+            if arch.endswith("+PTX"):
+                flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+def ninja_text(sources: list[str], target: Path, work: Path) -> str:
+    """Write the build as ninja rules: one object a source, one shared library."""
+    import pybind11
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem {p}" for p in include_paths())]
+    includes += [f"-isystem {sysconfig.get_path('include')}", f"-isystem {pybind11.get_include()}"]
+    defines = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"
+    cxxflags = os.environ.get("CXXFLAGS", "")
+    warnings = "-Wall -Wextra -Wno-unused-parameter"
+    shared = "-shared -undefined dynamic_lookup" if sys.platform == "darwin" else "-shared"
+    libraries = " ".join(f"-L{p}" for p in library_paths()) + " -ltorch -ltorch_cpu -lc10"
+    nvcc = find_nvcc() or "nvcc"
+    lines = [
+        "ninja_required_version = 1.5",
+        "rule cxx",
+        f"  command = {find_cxx()} -MMD -MF $out.d -std=c++20 -O3 -fPIC -fvisibility=hidden {warnings} "
+        f"{defines} {' '.join(includes)} {cxxflags} -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule nvcc",
+        f"  command = {nvcc} -MD -MF $out.d -std=c++20 -O3 --threads 0 -Xcompiler -fPIC -Xptxas -v -DUSE_CUDA "
+        f"{defines} {' '.join(includes)} {' '.join(cuda_arch_flags())} -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link_cxx",
+        f"  command = {find_cxx()} {shared} {cxxflags} $in {libraries} -o $out",
+        "rule link_nvcc",
+        f"  command = {nvcc} -shared -Xcompiler -fPIC $in {libraries} -o $out",
+    ]
+    objects = []
+    for source in sources:
+        objects.append(str(work / f"{source.replace('/', '_')}.o"))
+        lines.append(f"build {objects[-1]}: {'nvcc' if source.endswith('.cu') else 'cxx'} {ROOT / source}")
+    link = "link_nvcc" if any(s.endswith(".cu") for s in sources) else "link_cxx"
+    lines.append(f"build {target}: {link} {' '.join(objects)}")
+    return "\n".join(lines) + "\n"
+
+
+class NinjaBuild(build_ext):
+    """Build each extension with ninja; dependency files make rebuilds incremental."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).absolute()
+        work = Path(self.build_temp).absolute() / ext.name
+        work.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (work / "build.ninja").write_text(ninja_text(ext.sources, target, work))
+        jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+        try:
+            subprocess.run([sys.executable, "-m", "ninja", "-C", str(work), *jobs], check=True)
+        except subprocess.CalledProcessError as error:
+            if ext.optional:
+                say(
+                    f"skipping {ext.name}: the compiler failed, see above (SPECDEC_BUILD=cpu or cuda makes this an error)"
+                )
+            raise CompileError(f"building {ext.name} failed") from error
+
+    def copy_extensions_to_source(self) -> None:
+        self.extensions = [e for e in self.extensions if Path(self.get_ext_fullpath(e.name)).exists()]
+        super().copy_extensions_to_source()
+
+
+setup(ext_modules=choose_extensions(), cmdclass={"build_ext": NinjaBuild})

@@ -1,0 +1,12 @@
+"""Kernels for speculative decoding: tree attention, Medusa heads, lossless verification, KV-cache compaction."""
+
+from . import _native
+from .types import Verification
+
+__version__ = "0.1.0"
+
+_native.load_native()
+
+__all__ = [
+    "Verification",
+]

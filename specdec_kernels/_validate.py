@@ -1,0 +1,81 @@
+"""Argument checks, written once. Every message names the op, the argument, and both values.
+
+Two kinds: *metadata* (shape, dtype, device, stride) is checked always; *values* (a length, a parent) only where
+reading them is free, that is on CPU tensors outside compilation. On a GPU a value check would wait for the device;
+the docstring of each op says what is not checked there.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_tensor(op: str, name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int | str]) -> None:
+    """Raise ValueError unless the shape matches; a string in ``expected`` names a free dimension.
+
+    ``check_shape("tree_attention", "k_cache", k, (2, "S", 8, 64))``
+    """
+    check_tensor(op, name, tensor)
+    matches = tensor.dim() == len(expected) and all(
+        isinstance(want, str) or have == want for have, want in zip(tensor.shape, expected, strict=True)
+    )
+    if not matches:
+        want = "(" + ", ".join(str(e) for e in expected) + ("," if len(expected) == 1 else "") + ")"
+        raise ValueError(f"{op}: {name} must have shape {want}, got {tuple(tensor.shape)}")
+
+
+def check_dtype(op: str, name: str, tensor: Tensor, allowed: Iterable[torch.dtype]) -> None:
+    """Raise TypeError unless the dtype is one of ``allowed``."""
+    allowed = tuple(allowed)
+    if tensor.dtype not in allowed:
+        names = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise TypeError(f"{op}: {name} must be {names}, got {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def check_device(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless the tensor is on ``device``."""
+    if tensor.device != device:
+        raise ValueError(f"{op}: {name} must be on {device}, got {tensor.device}")
+
+
+def check_last_stride(op: str, name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless the last dimension is contiguous; other strides are free."""
+    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{op}: {name} must have stride 1 in its last dimension, got strides {tensor.stride()}")
+
+
+def check_range(op: str, name: str, value: float, low: float, high: float) -> None:
+    """Raise ValueError unless ``low <= value <= high`` (a Python number)."""
+    if not low <= value <= high:
+        raise ValueError(f"{op}: {name} must be in [{low}, {high}], got {value}")
+
+
+def check_no_grad(op: str, **tensors: Tensor | None) -> None:
+    """Raise RuntimeError when grad is on and an input requires it: these ops are for inference."""
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise RuntimeError(f"{op}: {name} requires grad, but the op has no backward; use torch.no_grad()")
+
+
+def values_readable(*tensors: Tensor | None) -> bool:
+    """Say whether values may be read without waiting for a device: CPU tensors, not under compilation or tracing."""
+    if torch.compiler.is_compiling():
+        return False
+    return all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)
+
+
+def check_values(op: str, name: str, tensor: Tensor, low: int, high: int) -> None:
+    """Raise ValueError unless all values lie in [low, high]; call it under ``values_readable`` only."""
+    if tensor.numel():
+        smallest, largest = (int(x) for x in torch.aminmax(tensor))
+        if smallest < low or largest > high:
+            bad = smallest if smallest < low else largest
+            raise ValueError(f"{op}: {name} must be in [{low}, {high}], got {bad}")

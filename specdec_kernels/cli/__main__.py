@@ -1,0 +1,32 @@
+"""``specdec-kernels``: one module of this folder for each command, imported when it is asked for."""
+
+import argparse
+import importlib
+import sys
+
+# Command -> the line shown by --help. The module of the same name has add_arguments(parser) and run(args) -> exit code.
+COMMANDS = {
+    "demo": "decode a few prompts plainly and speculatively, and compare",
+    "doctor": "show versions, devices, and which kernel serves each op",
+    "bench": "run a microbenchmark on this machine",
+    "train": "train draft heads for a model",
+    "tree": "draw, convert and optimise draft trees",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    parser = argparse.ArgumentParser(prog="specdec-kernels", description=__doc__)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    argv = sys.argv[1:] if argv is None else argv
+    chosen = next((a for a in argv if a in COMMANDS), None)
+    for name, text in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=text, description=text)
+        if name == chosen:
+            importlib.import_module(f".{name}", __package__).add_arguments(subparser)
+    args = parser.parse_args(argv)
+    return importlib.import_module(f".{args.command}", __package__).run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
