@@ -1,6 +1,7 @@
 """Kernels for speculative decoding: tree attention, Medusa heads, lossless verification, KV-cache compaction."""
 
 from . import _native
+from .tree import DraftTree
 from .types import Verification
 
 __version__ = "0.1.0"
@@ -8,5 +9,6 @@ __version__ = "0.1.0"
 _native.load_native()
 
 __all__ = [
+    "DraftTree",
     "Verification",
 ]
