@@ -1,0 +1,184 @@
+"""Medusa heads as a module: trained in plain torch, used for inference through the op."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..reference.medusa_project import medusa_project_topk_ref, project, residual_blocks
+from .medusa_checkpoint import read_checkpoint, write_checkpoint
+
+
+class MedusaHeads(nn.Module):
+    """Predict the next tokens but one, all heads at once (Cai et al. 2024, arXiv 2401.10774, eq. 1).
+
+    ``head_i(h) = W_out (block_R ∘ … ∘ block_1)(h)``, ``block(x) = x + SiLU(x Wᵀ + b)``. Given the final, normed
+    hidden state at position *t*, head *i* (counted from 0) predicts token *t + 2 + i*: the nodes of depth *i + 1* of a draft tree
+    whose root is the pending token *t + 1*.
+
+    A fresh head's residual weights are zero: it is the identity block, and predicts what the base model predicts.
+
+    Args:
+        num_heads: ``M``.
+        num_layers: residual layers of a head, ``R ≥ 0``; each has its own weights.
+        hidden_size: ``C``.
+        vocab_size: ``V`` of the base model; None when it is not known (a shared ``lm_head``, no config).
+        own_projection: each head owns ``w_out``; otherwise the base model's ``lm_head`` weight is given at each call.
+        vocab_map: ``(V',) int64``, the full-vocabulary id of each row of a reduced projection.
+        bias: the residual layers have one.
+        dtype, device: of the parameters.
+
+    Attributes:
+        w_res: Parameter ``(M, R, C, C)``.
+        b_res: Parameter ``(M, R, C)`` or None.
+        w_out: Parameter ``(M, V', C)`` or None; ``V' = V`` without ``vocab_map``.
+        vocab_map: buffer or None.
+        metadata: further entries of ``config.json``, kept by `save_pretrained` (``base_model_name_or_path``, …).
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_layers: int,
+        hidden_size: int,
+        vocab_size: int | None,
+        *,
+        own_projection: bool = False,
+        vocab_map: Tensor | None = None,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.metadata: dict = {}
+        options = {"dtype": dtype, "device": device}
+        self.w_res = nn.Parameter(torch.zeros(num_heads, num_layers, hidden_size, hidden_size, **options))
+        b_res = nn.Parameter(torch.zeros(num_heads, num_layers, hidden_size, **options)) if bias else None
+        self.register_parameter("b_res", b_res)
+        self.register_buffer("vocab_map", vocab_map if vocab_map is None else vocab_map.to(device))
+        self.register_parameter("w_out", None)
+        if own_projection:
+            if self.num_rows is None:
+                raise ValueError("MedusaHeads: own_projection needs vocab_size or vocab_map")
+            w_out = torch.empty(num_heads, self.num_rows, hidden_size, **options)
+            self.w_out = nn.Parameter(w_out.uniform_(-(hidden_size**-0.5), hidden_size**-0.5))
+
+    @property
+    def num_heads(self) -> int:
+        """``M``."""
+        return self.w_res.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        """``R``, residual layers of a head."""
+        return self.w_res.shape[1]
+
+    @property
+    def hidden_size(self) -> int:
+        """``C``."""
+        return self.w_res.shape[-1]
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the projection: the length of ``vocab_map``, or the whole vocabulary."""
+        return self.vocab_size if self.vocab_map is None else len(self.vocab_map)
+
+    def select_rows(self, lm_head_weight: Tensor) -> Tensor:
+        """Return the rows of the base model's ``lm_head`` weight that a reduced vocabulary needs; do it once.
+
+        The weight itself without ``vocab_map``.
+        """
+        return lm_head_weight if self.vocab_map is None else lm_head_weight[self.vocab_map]
+
+    def hidden_states(self, hidden: Tensor) -> Tensor:
+        """Run the residual blocks: ``(…, C) → (…, M, C)``. Differentiable."""
+        flat = residual_blocks(hidden.reshape(-1, hidden.shape[-1]), self.w_res, self.b_res).transpose(0, 1)
+        return flat.reshape(*hidden.shape[:-1], *flat.shape[1:])
+
+    def forward(self, hidden: Tensor, lm_head_weight: Tensor | None = None) -> Tensor:
+        """Return the logits of all heads: ``(…, C) → (…, M, V')``. Differentiable.
+
+        Args:
+            hidden: the base model's final, normed hidden states.
+            lm_head_weight: ``(V', C)``, for heads without their own projection; see `select_rows`.
+        """
+        flat = residual_blocks(hidden.reshape(-1, hidden.shape[-1]), self.w_res, self.b_res)
+        logits = project(flat, self._projection(lm_head_weight))
+        return logits.reshape(*hidden.shape[:-1], *logits.shape[1:])
+
+    @torch.no_grad()
+    def topk(self, hidden: Tensor, k: int, lm_head_weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the k best tokens of each head, for inference, by `specdec_kernels.medusa_project_topk`.
+
+        Args:
+            hidden: ``(B, C)``.
+            k: candidates of each head.
+            lm_head_weight: as in `forward`.
+
+        Returns:
+            ``values (B, M, K) fp32`` logits in descending order, ``ids (B, M, K) int64`` of the full vocabulary,
+            ``lse (B, M) fp32``.
+        """
+        return medusa_project_topk_ref(
+            hidden, self.w_res, self.b_res, self._projection(lm_head_weight), k, self.vocab_map
+        )
+
+    def _projection(self, lm_head_weight: Tensor | None) -> Tensor:
+        if (self.w_out is None) == (lm_head_weight is None):
+            has = "their own projection" if self.w_out is not None else "no projection of their own"
+            verb = "must not" if self.w_out is not None else "must"
+            raise ValueError(f"MedusaHeads: these heads have {has}, so lm_head_weight {verb} be given")
+        if self.w_out is not None:
+            return self.w_out
+        if self.num_rows not in (None, lm_head_weight.shape[0]):
+            raise ValueError(
+                f"MedusaHeads: lm_head_weight must have {self.num_rows} rows, got {lm_head_weight.shape[0]} "
+                "(with a vocab_map: pass select_rows(lm_head_weight))"
+            )
+        return lm_head_weight
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> "MedusaHeads":
+        """Load heads from a folder or a file, in any of the public formats.
+
+        Args:
+            path: a folder with ``medusa_lm_head.safetensors``, ``model.safetensors`` or ``medusa_lm_head.pt``, or
+                such a file. A ``config.json`` beside it is read for the vocabulary size; the number of heads and of
+                layers always comes from the weights.
+            dtype: convert to it; default: as stored.
+            device: put it there; default: CPU.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: keys are missing or unexpected (all are listed), or shapes disagree.
+        """
+        state = read_checkpoint(Path(path))
+        w_res, w_out = state.w_res, state.w_out
+        heads = cls(
+            *w_res.shape[:3], state.vocab_size, vocab_map=state.vocab_map, bias=state.b_res is not None, device="meta"
+        )
+        heads.metadata = state.metadata
+        for name, value in (("w_res", w_res), ("b_res", state.b_res), ("w_out", w_out)):
+            if value is not None:
+                setattr(heads, name, nn.Parameter(value.to(device=device, dtype=dtype)))
+        heads.vocab_map = state.vocab_map if state.vocab_map is None else state.vocab_map.to(device)
+        return heads
+
+    def save_pretrained(
+        self, folder: str | Path, *, format: str = "medusa", lm_head_weight: Tensor | None = None
+    ) -> None:
+        """Write the weights as safetensors and a ``config.json``.
+
+        Args:
+            folder: made when missing.
+            format: ``"medusa"``, keys as in the original heads (``{head}.{layer}.linear.weight``), file
+                ``medusa_lm_head.safetensors``; or ``"vllm"``, keys and config as vLLM reads them, ``model.safetensors``.
+            lm_head_weight: ``(V, C)`` of the base model; vLLM's format stores it with heads that share it.
+
+        Raises:
+            ValueError: an unknown format, or ``lm_head_weight`` is missing where it is needed.
+        """
+        write_checkpoint(self, Path(folder), format, lm_head_weight)

@@ -1,0 +1,60 @@
+"""Medusa heads in plain torch: residual blocks, vocabulary projection, top-k.
+
+Letters: ``B`` rows, ``M`` heads, ``R`` residual layers of a head, ``C`` hidden size, ``V`` vocabulary rows, ``K`` top-k.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def residual_blocks(hidden: Tensor, w_res: Tensor, b_res: Tensor | None) -> Tensor:
+    """Run every head's residual blocks, ``x ← x + SiLU(x Wᵀ + b)``: ``(B, C) → (M, B, C)``. Differentiable."""
+    num_heads, num_layers = w_res.shape[:2]
+    x = hidden.expand(num_heads, *hidden.shape)
+    for layer in range(num_layers):
+        weight = w_res[:, layer].transpose(1, 2)
+        y = torch.bmm(x, weight) if b_res is None else torch.baddbmm(b_res[:, layer, None], x, weight)
+        x = x + F.silu(y)
+    return x
+
+
+def project(x: Tensor, w_out: Tensor) -> Tensor:
+    """Project ``(M, B, C)`` to logits ``(B, M, V)`` by own weights ``(M, V, C)`` or shared ones ``(V, C)``."""
+    if w_out.dim() == 3:
+        return torch.bmm(x, w_out.transpose(1, 2)).transpose(0, 1)
+    return F.linear(x.transpose(0, 1), w_out)
+
+
+def medusa_project_ref(hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor) -> Tensor:
+    """Return the heads' logits ``(B, M, V)``; see `specdec_kernels.medusa_project`."""
+    return project(residual_blocks(hidden, w_res, b_res), w_out).contiguous()
+
+
+def medusa_project_topk_ref(
+    hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor, k: int, vocab_map: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(values, ids, lse)``; see `specdec_kernels.medusa_project_topk`."""
+    logits = project(residual_blocks(hidden, w_res, b_res), w_out).float()
+    values, rows = topk_lowest_id(logits, k)
+    largest = logits.amax(-1, keepdim=True)
+    # An all −inf row has lse −inf, not NaN.
+    shift = largest.clamp(min=torch.finfo(logits.dtype).min)
+    lse = (logits - shift).exp_().sum(-1).log_() + shift.squeeze(-1)
+    return values, rows if vocab_map is None else vocab_map[rows], lse
+
+
+def topk_lowest_id(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest of each row in descending order, equal ones by ascending id, NaN after everything else.
+
+    `torch.topk` does not say which of several equal values it returns, so value and id are packed into one integer:
+    the upper half orders like the fp32 value, the lower half is the complement of the id.
+    """
+    num_ids = logits.shape[-1]
+    bits = (logits + 0.0).view(torch.int32)  # −0.0 + 0.0 = 0.0: the two zeros are equal
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    order = order.masked_fill_(logits.isnan(), -(2**31))
+    complement = torch.arange(num_ids - 1, -1, -1, device=logits.device)
+    best = ((order.long() << 32) | complement).topk(k, dim=-1).values
+    ids = (num_ids - 1) - (best & 0xFFFFFFFF)
+    return logits.gather(-1, ids), ids
