@@ -1,6 +1,7 @@
 """Kernels for speculative decoding: tree attention, Medusa heads, lossless verification, KV-cache compaction."""
 
 from . import _native
+from .ops.kv_compact import kv_compact_, paged_kv_compact_
 from .tree import DraftTree
 from .types import Verification
 
@@ -11,4 +12,6 @@ _native.load_native()
 __all__ = [
     "DraftTree",
     "Verification",
+    "kv_compact_",
+    "paged_kv_compact_",
 ]
