@@ -1,0 +1,250 @@
+"""A KV cache for draft trees: preallocated, each row of the batch with its own length."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from ..ops.kv_compact import kv_compact_
+
+
+class TreeCache(Cache):
+    """Hold the keys and values of all layers in one tensor ``(2L, B, Hk, S, D)``: layer *l* owns slices 2l and 2l+1.
+
+    `update` writes the nodes of a step behind each row's committed prefix and commits nothing; `commit` keeps an
+    accepted path, `advance` keeps everything. What lies at or past a row's length is garbage.
+
+        row 0   p p p p p p p 0 1 2 3 . . .        p: committed, `prefix_len` of them
+        row 1   p p p 0 1 2 3 . . . . . . .        0…3: the nodes of this step
+                                                   .: never read
+
+    Memory is taken at the first `update`, from the shapes seen there: under tensor parallelism a rank holds fewer heads
+    than the config says. Layers that differ in heads, head size, dtype or in K and V get a tensor each.
+
+    Args:
+        num_layers: ``L``.
+        batch_size: ``B``.
+        capacity: ``S``, rows for each sequence.
+        device: of the lengths, the same as the model's.
+        dtype: of the cache; that of the first keys when None.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        batch_size: int,
+        capacity: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(layers=[])
+        for name, value in (("num_layers", num_layers), ("batch_size", batch_size), ("capacity", capacity)):
+            if value < 1:
+                raise ValueError(f"TreeCache: {name} must be at least 1, got {value}")
+        self.num_layers = num_layers
+        self.capacity = capacity
+        self.dtype = dtype
+        self._batch_size = batch_size
+        self._device = torch.device(device)
+        self._batch_index = torch.arange(batch_size, device=device).unsqueeze(1)
+        self._stacked: Tensor | None = None
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all rows; the memory is kept."""
+        self._set_lengths(torch.zeros(self._batch_size, dtype=torch.int32, device=self._device), longest=0, common=0)
+
+    @property
+    def prefix_len(self) -> Tensor:
+        """``(B,) int32``: committed rows. A later commit makes a new tensor and leaves this one alone."""
+        return self._prefix_len
+
+    @property
+    def buffers(self) -> Tensor | list[Tensor]:
+        """All K and V as `kv_compact_` takes them: the stacked tensor ``(2L, B, Hk, S, D)``, or ``(B, S, Hk, D)`` each.
+
+        Raises:
+            RuntimeError: nothing was written yet.
+        """
+        if self._stacked is not None:
+            return self._stacked
+        written = [tensor.transpose(1, 2) for layer in self._layers if layer is not None for tensor in layer]
+        if not written:
+            raise RuntimeError("TreeCache: nothing was written yet")
+        return written
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of a step's nodes to rows ``prefix_len`` … ``prefix_len + T − 1``.
+
+        Args:
+            key_states, value_states: ``(B, Hk, T, D)``, any strides.
+            layer_idx: 0 … L−1.
+
+        Returns:
+            The layer's whole buffers ``(B, Hk, S, D)``, not copies.
+
+        Raises:
+            ValueError: the rows do not fit (nothing was written then), or the shape is not the layer's.
+        """
+        self._begin_step(key_states.shape[2])
+        keys, values = self._layer(layer_idx, key_states, value_states)
+        self._write(keys, key_states)
+        self._write(values, value_states)
+        return keys, values
+
+    def advance(self, count: int) -> None:
+        """Commit the first ``count`` nodes of the last step in every row, without moving any."""
+        common = None if self._common is None else self._common + count
+        self._set_lengths(self._prefix_len + count, longest=self._longest + count, common=common)
+
+    def truncate(self, lengths: Tensor) -> None:
+        """Forget the rows past ``lengths`` ``(B,) int32``, none above the present length (not checked)."""
+        self._set_lengths(lengths.to(torch.int32, copy=True), longest=self._longest)
+
+    def commit(self, accepted: Tensor, num_accepted: Tensor, active: Tensor) -> None:
+        """Keep the root and the accepted nodes of the last step.
+
+        Args:
+            accepted: ``(B, N) int32`` node ids in path order, as in a `Verification`.
+            num_accepted: ``(B,) int32``.
+            active: ``(B,) bool``; the other rows keep their length and their bytes.
+
+        Raises:
+            RuntimeError: nothing was written yet.
+        """
+        moved = torch.where(active, num_accepted, 0).to(torch.int32)
+        kv_compact_(self.buffers, accepted, moved, self._prefix_len)
+        lengths = self._prefix_len + moved + active.to(torch.int32)
+        self._set_lengths(lengths, longest=self._longest + accepted.shape[1] + 1)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` rows of every sequence, in the convention of transformers 5.
+
+        Raises:
+            ValueError: a positive number (it meant a final length in older versions), or more rows than there are.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"TreeCache.crop: tokens_to_remove must be negative or 0, got {tokens_to_remove}")
+        shortest = int(self._prefix_len.min())
+        if -tokens_to_remove > shortest:
+            raise ValueError(f"TreeCache.crop: cannot remove {-tokens_to_remove} rows of {shortest}")
+        self.advance(tokens_to_remove)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the longest row's length: exact on the CPU, elsewhere an upper bound that needs no wait."""
+        return self._longest
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return ``(S, 0)``: attention sees the whole buffers."""
+        return self.capacity, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return ``S``."""
+        return self.capacity
+
+    # The name before 5.20.
+    get_max_cache_shape = get_max_length
+
+    @property
+    def batch_size(self) -> int:
+        """``B``."""
+        return self._batch_size
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether memory was taken."""
+        return any(self._layers)
+
+    @property
+    def is_croppable(self) -> bool:
+        """True: rows past the length are never read."""
+        return True
+
+    def __len__(self) -> int:
+        return self.num_layers
+
+    def __repr__(self) -> str:
+        return f"TreeCache(num_layers={self.num_layers}, batch_size={self._batch_size}, capacity={self.capacity})"
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Refuse: beam search is not supported."""
+        raise NotImplementedError("TreeCache: beam search is not supported")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse: a cache keeps its batch size."""
+        raise NotImplementedError("TreeCache: the batch size cannot change")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refuse: a cache keeps its batch size."""
+        raise NotImplementedError("TreeCache: the batch size cannot change")
+
+    def _set_lengths(self, prefix_len: Tensor, *, longest: int, common: int | None = None) -> None:
+        """Take new lengths: ``longest`` bounds them from above, ``common`` is the length of all rows where known."""
+        self._prefix_len = prefix_len
+        self._step: int | None = None
+        if common is None and prefix_len.device.type == "cpu":
+            lengths = prefix_len.tolist()
+            longest = max(lengths)
+            common = longest if min(lengths) == longest else None
+        self._longest = min(longest, self.capacity)
+        self._common = common
+
+    def _begin_step(self, num_nodes: int) -> None:
+        """Decide where the nodes of this step go: once for all layers, before anything is written."""
+        if self._step == num_nodes:
+            return
+        if self._longest + num_nodes > self.capacity:
+            # On a GPU the bound grows by the longest path at each commit; only when it reaches the end is it worth a
+            # wait for the real lengths.
+            self._longest = int(self._prefix_len.max())
+        if self._longest + num_nodes > self.capacity:
+            raise ValueError(
+                f"TreeCache: {num_nodes} nodes after {self._longest} rows need {self._longest + num_nodes} rows, "
+                f"but the capacity is {self.capacity}"
+            )
+        if self._common is None:
+            self._rows = self._prefix_len.unsqueeze(1).long() + torch.arange(num_nodes, device=self._device)
+        self._step = num_nodes
+
+    def _write(self, buffer: Tensor, states: Tensor) -> None:
+        if self._common is not None:
+            buffer.narrow(2, self._common, states.shape[2]).copy_(states)
+        else:
+            rows = buffer.transpose(1, 2)
+            rows.index_put_((self._batch_index, self._rows), states.transpose(1, 2).to(buffer.dtype))
+
+    def _layer(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self._layers[layer_idx]
+        shapes = self._buffer_shape(key_states), self._buffer_shape(value_states)
+        if layer is None:
+            layer = self._layers[layer_idx] = self._new_layer(layer_idx, key_states, value_states, shapes)
+        elif (layer[0].shape, layer[1].shape) != shapes:
+            raise ValueError(
+                f"TreeCache: layer {layer_idx} holds K {tuple(layer[0].shape)} and V {tuple(layer[1].shape)}, got "
+                f"states {tuple(key_states.shape)} and {tuple(value_states.shape)}"
+            )
+        return layer
+
+    def _buffer_shape(self, states: Tensor) -> tuple[int, int, int, int]:
+        return self._batch_size, states.shape[1], self.capacity, states.shape[3]
+
+    def _new_layer(
+        self, layer_idx: int, key_states: Tensor, value_states: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    ) -> tuple[Tensor, Tensor]:
+        dtype = self.dtype or key_states.dtype
+        if key_states.shape[0] != self._batch_size:
+            raise ValueError(f"TreeCache: states must have batch size {self._batch_size}, got {key_states.shape[0]}")
+        if shapes[0] == shapes[1] and not any(self._layers):
+            self._stacked = key_states.new_empty((2 * self.num_layers, *shapes[0]), dtype=dtype)
+        if self._stacked is not None:
+            if self._stacked.shape[1:] == shapes[0] == shapes[1] and self._stacked.dtype == dtype:
+                return self._stacked[2 * layer_idx], self._stacked[2 * layer_idx + 1]
+            # The layers are not alike after all.
+            self._stacked = None
+            self._layers = [layer and (layer[0].clone(), layer[1].clone()) for layer in self._layers]
+        return key_states.new_empty(shapes[0], dtype=dtype), value_states.new_empty(shapes[1], dtype=dtype)

@@ -1,0 +1,185 @@
+"""A Hugging Face causal language model as the `Target` of a decode step."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..decoding.protocols import TargetOutput
+from ..tree.mask import num_words, pack_mask
+from . import _compat
+from .attention import IMPLEMENTATION, TreeState
+from .cache import TreeCache
+from .families import check_supported
+
+# Prompt tokens per forward: a prompt is fed as a chain, whose mask has T²/64 words.
+PREFILL_CHUNK = 512
+
+
+class HFTarget:
+    """Run a causal LM over draft trees, with a `TreeCache` in which every row has its own length.
+
+    The weights, the logits (soft caps, scales) and the positions are the model's own; only its attention is replaced,
+    during a forward and on this model alone. Positions count from each row's first token, as ``generate`` has them for
+    left-padded prompts.
+
+    Not thread-safe: while a forward runs, the model's attention implementation is ours, and a call of the same model
+    from another thread raises.
+
+    Args:
+        model: a causal LM of a supported family (see `families.FAMILIES`), in eval mode.
+        batch_size: ``B``.
+        capacity: rows of the cache for each sequence: the prompt, all new tokens, and the nodes of the last draft.
+        dtype: of the cache; that of the keys when None.
+
+    Raises:
+        NotImplementedError: the model is not supported; says why.
+        TypeError: not a transformers model.
+        ValueError: a size below 1.
+
+    Example:
+        >>> target = HFTarget(model, batch_size=1, capacity=64)
+        >>> output = target.prefill(torch.tensor([[1, 5, 9]]), torch.tensor([3], dtype=torch.int32))
+        >>> output.logits.shape[:2], target.prefix_len.tolist()
+        (torch.Size([1, 1]), [3])
+    """
+
+    def __init__(self, model: PreTrainedModel, batch_size: int, capacity: int, dtype: torch.dtype | None = None):
+        check_supported(model, capacity)
+        self.model = model
+        self.cache = TreeCache(model.config.num_hidden_layers, batch_size, capacity, device=model.device, dtype=dtype)
+        self._cache_argument = _compat.cache_argument(model)
+        self._configs = _compat.attention_configs(model)
+        self._projection = model.get_output_embeddings()
+        causal = torch.ones(1, PREFILL_CHUNK, PREFILL_CHUNK, dtype=torch.bool, device=model.device).tril()
+        self._chain_mask = pack_mask(causal)
+        self._chain_depths = torch.arange(PREFILL_CHUNK, dtype=torch.int32, device=model.device).unsqueeze(0)
+
+    @property
+    def prefix_len(self) -> Tensor:
+        """``(B,) int32``: committed cache rows."""
+        return self.cache.prefix_len
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the cache for each sequence."""
+        return self.cache.capacity
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> TargetOutput:
+        """Forget what was cached, feed the prompts in chunks, and commit them.
+
+        Args:
+            ids: ``(B, L) int64``, right-padded with anything.
+            lengths: ``(B,) int32``, 1 … L. On the CPU the values are checked; elsewhere that would wait for the device.
+
+        Returns:
+            Logits ``(B, 1, V)`` and hidden states ``(B, 1, C)`` of each row's last prompt token. Other positions are
+            never projected to the vocabulary.
+
+        Raises:
+            ValueError: a wrong shape or length, or ``L`` is beyond the capacity.
+        """
+        longest = self._check_prompts(ids, lengths)
+        last = lengths.to(torch.int64) - 1
+        ids = torch.where(torch.arange(longest, device=ids.device) <= last[:, None], ids, 0)
+        self.cache.reset()
+        kept: Tensor | None = None
+        for start in range(0, longest, PREFILL_CHUNK):
+            chunk = ids[:, start : start + PREFILL_CHUNK]
+            is_final = start + chunk.shape[1] == longest
+
+            def keep_last_tokens(hidden: Tensor, start: int = start, is_final: bool = is_final) -> Tensor:
+                nonlocal kept
+                here = (last - start).clamp(0, hidden.shape[1] - 1)
+                found = hidden.gather(1, here[:, None, None].expand(-1, 1, hidden.shape[2]))
+                kept = found if kept is None else torch.where((last >= start)[:, None, None], found, kept)
+                return kept if is_final else hidden[:, :0]
+
+            output = self._run(chunk, *self._chain(chunk.shape[1]), keep_last_tokens)
+            self.cache.advance(chunk.shape[1])
+        self.cache.truncate(lengths)
+        return output
+
+    def forward(self, ids: Tensor, tree_mask: Tensor, depths: Tensor) -> TargetOutput:
+        """Run the nodes of a draft tree behind the committed prefix; commits nothing.
+
+        Args:
+            ids: ``(B, T) int64``.
+            tree_mask: ``(B or 1, T, W) int64``; bit *j* of row *i* is set iff *j* is *i* or an ancestor of *i*.
+            depths: ``(B or 1, T) int32``, 0 for the root. Must belong to ``tree_mask``; not checked.
+
+        Returns:
+            Logits ``(B, T, V)`` and final hidden states ``(B, T, C)`` (what the vocabulary projection sees).
+
+        Raises:
+            ValueError: a wrong shape, or the nodes do not fit into the cache (nothing was written then).
+            RuntimeError: the model is in training mode.
+        """
+        batch, num_nodes = self.cache.batch_size, ids.shape[-1]
+        if ids.shape != (batch, num_nodes):
+            raise ValueError(f"HFTarget.forward: ids must have shape ({batch}, T), got {tuple(ids.shape)}")
+        if depths.shape not in ((batch, num_nodes), (1, num_nodes)):
+            raise ValueError(
+                f"HFTarget.forward: depths must have shape ({batch} or 1, {num_nodes}), got {tuple(depths.shape)}"
+            )
+        return self._run(ids, tree_mask, depths)
+
+    def commit(self, accepted: Tensor, num_accepted: Tensor, active: Tensor) -> None:
+        """Keep the root and the accepted nodes of the last `forward`.
+
+        Args:
+            accepted: ``(B, N) int32`` node ids in path order, padded with −1.
+            num_accepted: ``(B,) int32``.
+            active: ``(B,) bool``; the other rows keep their length and their bytes.
+        """
+        self.cache.commit(accepted, num_accepted, active)
+
+    @torch.no_grad()
+    def _run(
+        self, ids: Tensor, tree_mask: Tensor, depths: Tensor, select: Callable[[Tensor], Tensor] | None = None
+    ) -> TargetOutput:
+        """Call the model; ``select`` chooses from the final hidden states ``(B, T, C)`` what becomes logits."""
+        if self.model.training:
+            raise RuntimeError("HFTarget: the model is in training mode; call model.eval() first")
+        seen: list[Tensor] = []
+
+        # The input of the projection is what the last norm gave, in every family; taking it here leaves the way from
+        # hidden states to logits to the model.
+        def before_projection(_: torch.nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            hidden = arguments[0] if select is None else select(arguments[0])
+            seen.append(hidden)
+            return (hidden,)
+
+        prefix_len = self.cache.prefix_len
+        arguments = {
+            "input_ids": ids,
+            "position_ids": (prefix_len.unsqueeze(1) + depths).long(),
+            "use_cache": True,
+            "return_dict": True,
+            "tree_state": TreeState(tree_mask, prefix_len),
+            self._cache_argument: self.cache,
+        }
+        with (
+            _compat.attention_implementation(self._configs, IMPLEMENTATION),
+            self._projection.register_forward_pre_hook(before_projection),
+        ):
+            logits = self.model(**arguments).logits
+        return TargetOutput(logits, seen[0])
+
+    def _chain(self, num_nodes: int) -> tuple[Tensor, Tensor]:
+        """Return the mask ``(1, T, W)`` and depths ``(1, T)`` of a chain: the corner of a longer one's."""
+        mask = self._chain_mask[:, :num_nodes, : num_words(num_nodes)].contiguous()
+        return mask, self._chain_depths[:, :num_nodes]
+
+    def _check_prompts(self, ids: Tensor, lengths: Tensor) -> int:
+        batch, longest = self.cache.batch_size, ids.shape[-1]
+        if ids.shape != (batch, longest) or longest < 1:
+            raise ValueError(f"HFTarget.prefill: ids must have shape ({batch}, L), L >= 1, got {tuple(ids.shape)}")
+        if lengths.shape != (batch,):
+            raise ValueError(f"HFTarget.prefill: lengths must have shape ({batch},), got {tuple(lengths.shape)}")
+        if longest > self.capacity:
+            raise ValueError(f"HFTarget.prefill: {longest} tokens do not fit into a capacity of {self.capacity}")
+        if lengths.device.type == "cpu" and not bool(((lengths >= 1) & (lengths <= longest)).all()):
+            raise ValueError(f"HFTarget.prefill: lengths must be in [1, {longest}], got {lengths.tolist()}")
+        return longest
