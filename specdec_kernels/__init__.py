@@ -2,6 +2,7 @@
 
 from . import _native
 from .ops.kv_compact import kv_compact_, paged_kv_compact_
+from .ops.verify import philox_uniforms, verify_chain, verify_tree, verify_tree_greedy, verify_tree_typical
 from .tree import DraftTree
 from .types import Verification
 
@@ -14,4 +15,9 @@ __all__ = [
     "Verification",
     "kv_compact_",
     "paged_kv_compact_",
+    "philox_uniforms",
+    "verify_chain",
+    "verify_tree",
+    "verify_tree_greedy",
+    "verify_tree_typical",
 ]
