@@ -222,7 +222,7 @@ class DraftTree:
         """Return ``depths`` as ``(T,) int32``."""
         return torch.tensor(self.depths, dtype=torch.int32, device=device)
 
-    def save(self, path: str | Path, **metadata) -> None:
+    def save(self, path: str | Path, /, **metadata) -> None:
         """Write the tree as JSON: ``{"choices": [...], ...metadata}``.
 
         ``parents`` is written too when the nodes are not numbered as `from_choices` would number them.
@@ -234,6 +234,7 @@ class DraftTree:
 
         Raises:
             ValueError: a metadata name that the tree itself uses, or a number JSON cannot hold.
+            TypeError: a value JSON cannot hold.
         """
         clash = sorted(set(metadata) & set(_TREE_KEYS))
         if clash:
@@ -275,12 +276,12 @@ def _read_json(path: str | Path) -> dict:
 
 def _tree_from_json(content: dict) -> DraftTree:
     choices, ranks = content.get("choices"), content.get("ranks")
-    if choices is not None and "parents" not in content:
+    if choices is not None:
         tree = DraftTree.from_choices(choices)
-    elif choices is not None:
-        tree = DraftTree.from_parents(content["parents"], [0, *(path[-1] for path in choices)])
-        if tree.to_choices() != choices:
-            raise ValueError("choices and parents are different trees; remove one of them")
+        if "parents" in content:
+            tree = DraftTree.from_parents(content["parents"], [0, *(path[-1] for path in choices)])
+            if tree.to_choices() != choices:
+                raise ValueError("choices and parents are different trees; remove one of them")
     elif "parents" in content:
         tree = DraftTree.from_parents(content["parents"], ranks)
     elif "retrieve_indices" in content:
