@@ -34,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     accuracies.add_argument(
         "--accuracy", type=Path, metavar="FILE", help='JSON: {"heads": [[p of rank 0, rank 1, ...], ...]}'
     )
-    source.add_argument(
+    accuracies.add_argument(
         "--heads", type=Path, metavar="FOLDER", help="read FOLDER/accuracy.json, write FOLDER/tree.json"
     )
     optimize.add_argument("--nodes", type=int, required=True, help="node budget, the root included")

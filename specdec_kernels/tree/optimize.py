@@ -107,7 +107,7 @@ def expected_tokens(tree: DraftTree, accuracies: Sequence[Sequence[float]] | Ten
 def _check_accuracies(name: str, accuracies: Sequence[Sequence[float]] | Tensor) -> list[list[float]]:
     rows = accuracies.tolist() if isinstance(accuracies, Tensor) else accuracies
     try:
-        heads = [[float(value) for value in row] for row in rows]
+        heads = [[float(0.0 + value) for value in row] for row in rows]
     except TypeError:
         raise TypeError(f"{name}: accuracies must be numbers [heads][ranks], got {accuracies!r}") from None
     if not heads:

@@ -1,0 +1,150 @@
+"""``specdec-kernels tree``, called as the command line calls it."""
+
+import json
+
+import pytest
+
+from specdec_kernels import DraftTree
+from specdec_kernels.cli.__main__ import main
+from specdec_kernels.tree import draw_svg, draw_text, load_metadata, optimize_tree, preset, preset_names
+
+HEADS = [[0.5, 0.2, 0.1], [0.4, 0.1], [0.3]]
+
+
+@pytest.fixture
+def heads_folder(tmp_path):
+    (tmp_path / "accuracy.json").write_text(json.dumps({"heads": HEADS, "model": "a test"}))
+    return tmp_path
+
+
+def test_list(capsys):
+    assert main(["tree", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["name", *preset_names()]
+    assert lines[1].split()[1:5] == ["64", "4", "42", "10"]
+
+
+def test_draw_text(capsys):
+    assert main(["tree", "draw", "mc_sim_7b_63"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(draw_text(preset("mc_sim_7b_63")))
+    assert "64 nodes, depth 4" in out
+
+
+def test_draw_svg_of_a_file(tmp_path, capsys):
+    tree = DraftTree.from_parents([-1, 0, 1, 0])
+    tree.save(tmp_path / "tree.json")
+    assert main(["tree", "draw", str(tmp_path / "tree.json"), "--svg", str(tmp_path / "out.svg")]) == 0
+    assert (tmp_path / "out.svg").read_text(encoding="utf-8") == draw_svg(tree)
+    assert "out.svg: 4 nodes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", ["choices", "parents", "retrieve_indices"])
+def test_convert_there_and_back(tmp_path, capsys, target):
+    tree = DraftTree.from_choices([[0], [3], [0, 1], [3, 2]])
+    tree.save(tmp_path / "tree.json")
+    assert main(["tree", "convert", str(tmp_path / "tree.json"), "--to", target]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert target in content
+    assert (
+        main(["tree", "convert", str(tmp_path / "tree.json"), "--to", target, "--out", str(tmp_path / "b.json")]) == 0
+    )
+    assert json.loads((tmp_path / "b.json").read_text()) == content
+    assert DraftTree.load(tmp_path / "b.json") == tree
+
+
+@pytest.mark.parametrize(
+    ("source", "content"),
+    [
+        ("choices", [[1], [0], [0, 0]]),
+        ("parents", [-1, 0, 0, 1]),
+        ("retrieve_indices", [[0, 1, 3], [0, 2, -1]]),
+    ],
+)
+def test_convert_a_bare_list(tmp_path, capsys, source, content):
+    file = tmp_path / "list.json"
+    file.write_text(json.dumps(content))
+    assert main(["tree", "convert", str(file), "--from", source, "--to", "choices"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"choices": [[0], [1], [0, 0]]}
+    assert main(["tree", "convert", str(file), "--to", "choices"]) == 2
+    assert "list.json is a bare list: say with --from" in capsys.readouterr().err
+
+
+def test_optimize_writes_beside_the_heads(heads_folder, capsys):
+    assert main(["tree", "optimize", "--heads", str(heads_folder), "--nodes", "6"]) == 0
+    out = capsys.readouterr().out
+    tree, tokens = optimize_tree(HEADS, 6)
+    assert out.startswith(draw_text(tree))
+    assert DraftTree.load(heads_folder / "tree.json") == tree
+    metadata = load_metadata(heads_folder / "tree.json")
+    assert (metadata["expected_tokens_per_step"], metadata["num_heads"], metadata["top_k"]) == (tokens, 3, 3)
+    assert str(heads_folder) not in (heads_folder / "tree.json").read_text()
+    table = [line.split() for line in out.split("\n\n")[2].splitlines()]
+    assert [row[0] for row in table[1:7]] == ["4", "6", "8", "16", "32", "64"]
+    assert table[2] == ["6", "6", "2", "3", f"{tokens:.4f}"]
+    assert table[7] == ["chain", "4", "3", "1", f"{1 + 0.5 + 0.2 + 0.06:.4f}"]
+
+
+def test_optimize_from_a_file_to_a_file(heads_folder, capsys):
+    out = heads_folder / "other.json"
+    accuracy = str(heads_folder / "accuracy.json")
+    assert (
+        main(["tree", "optimize", "--accuracy", accuracy, "--nodes", "9", "--max-children", "1", "--out", str(out)])
+        == 0
+    )
+    assert DraftTree.load(out) == DraftTree.chain(3)
+    assert not (heads_folder / "tree.json").exists()
+    assert "other.json" in capsys.readouterr().out
+    assert main(["tree", "optimize", "--accuracy", accuracy, "--nodes", "4"]) == 0
+    assert "wrote" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "not a JSON file"),
+        ("[[0.5]]", 'must hold {"heads"'),
+        ('{"heads": 3}', 'must hold {"heads"'),
+        ('{"heads": [[0.5, 0.9]]}', "must add up to at most 1"),
+        ('{"heads": [0.5]}', "numbers [heads][ranks]"),
+    ],
+)
+def test_bad_accuracies_are_one_line(tmp_path, capsys, text, message):
+    (tmp_path / "accuracy.json").write_text(text)
+    assert main(["tree", "optimize", "--heads", str(tmp_path), "--nodes", "6"]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "tree.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["draw", "no-such-tree"], "no tree is named 'no-such-tree'"),
+        (["optimize", "--heads", "no-such-folder", "--nodes", "6"], "accuracy.json"),
+        (["draw", "chain_1", "--svg", "no-such-folder/a.svg"], "no-such-folder"),
+    ],
+)
+def test_bad_names_are_one_line(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["tree", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["optimize", "--nodes", "4"],
+        ["optimize", "--nodes", "4", "--heads", "a", "--accuracy", "b"],
+        ["convert", "chain_1"],
+    ],
+)
+def test_missing_arguments_show_the_usage(capsys, arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main(["tree", *arguments])
+    assert stopped.value.code == 2
+    assert "usage: specdec-kernels tree" in capsys.readouterr().err
