@@ -53,10 +53,10 @@ def _lazy_launcher(path: str) -> Callable:
     module_name, _, function_name = path.partition(":")
     launcher: Callable | None = None
 
-    def launch(*args):
+    def launch(*args, **kwargs):
         nonlocal launcher
         if launcher is None:
             launcher = getattr(importlib.import_module(f".{module_name}", __package__), function_name)
-        return launcher(*args)
+        return launcher(*args, **kwargs)
 
     return launch

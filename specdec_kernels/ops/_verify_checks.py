@@ -18,20 +18,18 @@ _LOGITS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _UNIFORMS = (torch.float32, torch.float64)
 
 
-def check_target(op: str, ids_name: str, ids: Tensor, num_ids: int | str, logits: Tensor) -> tuple[int, int, int]:
-    """Check ids ``(B, num_ids)`` and logits; return B, T, V of the logits."""
-    check_tensor(op, "target_logits", logits)
-    check_shape(op, ids_name, ids, ("B", num_ids))
+def check_target(op: str, ids_name: str, ids: Tensor, logits: Tensor, *, has_root: bool) -> tuple[int, int]:
+    """Check ids ``(B, T)``, or ``(B, T-1)`` without the root, and target logits ``(B, T, V)``; return (B, T)."""
+    check_shape(op, ids_name, ids, ("B", "T" if has_root else "N"))
     check_dtype(op, ids_name, ids, (torch.int64,))
-    num_rows = ids.shape[0]
-    num_nodes = ids.shape[1] + (ids_name == "draft_ids")
-    check_logits(op, "target_logits", logits, (num_rows, num_nodes, "V"))
-    if num_nodes == 0:
-        raise ValueError(f"{op}: {ids_name} must have at least one node, the root, got shape {tuple(ids.shape)}")
-    if logits.shape[2] == 0:
-        raise ValueError(f"{op}: target_logits must have a vocabulary of at least 1, got shape {tuple(logits.shape)}")
+    shape = (ids.shape[0], ids.shape[1] if has_root else ids.shape[1] + 1)
+    check_logits(op, "target_logits", logits, (*shape, "V"))
     check_device(op, ids_name, ids, logits.device)
-    return num_rows, num_nodes, logits.shape[2]
+    if shape[1] == 0:
+        raise ValueError(f"{op}: {ids_name} must have shape (B, T) with the root, T >= 1, got {tuple(ids.shape)}")
+    if logits.shape[2] == 0:
+        raise ValueError(f"{op}: target_logits must have shape (B, T, V) with V >= 1, got {tuple(logits.shape)}")
+    return shape
 
 
 def check_logits(op: str, name: str, logits: Tensor, shape: tuple[int | str, ...]) -> None:
@@ -43,27 +41,31 @@ def check_logits(op: str, name: str, logits: Tensor, shape: tuple[int | str, ...
 
 
 def check_draft(
-    op: str, logits: Tensor | None, vocab_map: Tensor | None, num_rows: int, num_given: int, target: Tensor
+    op: str, logits: Tensor | None, vocab_map: Tensor | None, num_rows: int, num_laws: int, target: Tensor
 ) -> None:
-    """Check the draft logits ``(B, num_given, V)``, or ``(B, num_given, V')`` with a map of V' offsets."""
+    """Check the draft logits ``(B, num_laws, V)``, or ``(B, num_laws, V')`` with a map of V' offsets."""
     if logits is None:
         if vocab_map is not None:
-            raise ValueError(
-                f"{op}: draft_vocab_map must be None without draft_logits, got a {type(vocab_map).__name__}"
-            )
+            raise ValueError(f"{op}: draft_vocab_map must be None when draft_logits is None, got a tensor")
         return
-    vocab = target.shape[2]
-    draft_vocab: int | str = vocab
+    draft_vocab: int | str = target.shape[2]
     if vocab_map is not None:
-        check_shape(op, "draft_vocab_map", vocab_map, ("V'",))
-        check_dtype(op, "draft_vocab_map", vocab_map, (torch.int64,))
-        check_device(op, "draft_vocab_map", vocab_map, target.device)
+        check_vocab_map(op, vocab_map, target)
         draft_vocab = vocab_map.shape[0]
-    check_logits(op, "draft_logits", logits, (num_rows, num_given, draft_vocab))
+    check_logits(op, "draft_logits", logits, (num_rows, num_laws, draft_vocab))
     check_device(op, "draft_logits", logits, target.device)
-    if vocab_map is not None and values_readable(vocab_map):
+
+
+def check_vocab_map(op: str, vocab_map: Tensor, target: Tensor) -> None:
+    """Check offsets ``(V',)``: every draft id j lands on a target id ``j + vocab_map[j]``."""
+    check_shape(op, "draft_vocab_map", vocab_map, ("V'",))
+    check_dtype(op, "draft_vocab_map", vocab_map, (torch.int64,))
+    check_device(op, "draft_vocab_map", vocab_map, target.device)
+    if vocab_map.shape[0] == 0:
+        raise ValueError(f"{op}: draft_vocab_map must have shape (V',) with V' >= 1, got (0,)")
+    if values_readable(vocab_map):
         ids = torch.arange(vocab_map.shape[0]) + vocab_map
-        check_values(op, "draft_vocab_map + draft id", ids, 0, vocab - 1)
+        check_values(op, "j + draft_vocab_map[j]", ids, 0, target.shape[2] - 1)
 
 
 def check_randomness(op: str, temperature: Tensor, uniforms: Tensor, shape: tuple[int, int], target: Tensor) -> None:

@@ -26,7 +26,7 @@ def target_probs(logits: Tensor, node: Tensor, temperature: Tensor) -> Tensor:
     probs = _softmax(row, temperature)
     is_greedy = greedy_rows(temperature)[:, None] & ~probs[:, :1].isnan()
     if needed(is_greedy):
-        best = torch.zeros_like(probs).scatter_(1, row.argmax(1, keepdim=True), 1.0)
+        best = torch.zeros_like(probs).scatter_(1, row.double().argmax(1, keepdim=True), 1.0)
         probs = torch.where(is_greedy, best, probs)
     return probs
 
@@ -62,10 +62,18 @@ def drafted_from(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
     return one_hot if q is None else torch.where(q.gather(1, x) == 0, one_hot, q)
 
 
-def normalize(mass: Tensor, otherwise: Tensor) -> Tensor:
-    """Divide each row by its sum; rows that sum to zero become ``otherwise``."""
-    total = mass.sum(1, keepdim=True)
-    return torch.where(total > 0, mass / total, otherwise)
+def residual(p: Tensor, law: Tensor, rows: Tensor) -> Tensor:
+    """Return p with ``norm(max(p − law, 0))`` in these rows; where nothing remains, p stays."""
+    rest = (p - law).clamp_(min=0)
+    total = rest.sum(1, keepdim=True)
+    return torch.where(rows[:, None] & (total > 0), rest / total, p)
+
+
+def without(q: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+    """Return q with x removed and the rest renormalised in these rows; zero once nothing remains."""
+    rest = q.scatter(1, x, 0.0)
+    total = rest.sum(1, keepdim=True)
+    return torch.where(rows[:, None], rest / torch.where(total > 0, total, 1.0), q)
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:

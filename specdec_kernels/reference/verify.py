@@ -14,16 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._verify_philox import philox_uniforms_ref
-from ._verify_probs import draft_probs, drafted_from, draw, greedy_rows, needed, normalize, target_probs
-
-__all__ = [
-    "philox_uniforms_ref",
-    "verify_chain_ref",
-    "verify_tree_greedy_ref",
-    "verify_tree_ref",
-    "verify_tree_typical_ref",
-]
+from ._verify_philox import LOW_WORD, philox_4x32
+from ._verify_probs import draft_probs, drafted_from, draw, greedy_rows, needed, residual, target_probs, without
 
 Results = tuple[Tensor, Tensor, Tensor]
 
@@ -35,9 +27,10 @@ def verify_tree_ref(
     draft_logits: Tensor | None,
     temperature: Tensor,
     uniforms: Tensor,
-    num_nodes: Tensor | None,
-    with_replacement: bool,
-    draft_vocab_map: Tensor | None,
+    num_nodes: Tensor | None = None,
+    *,
+    with_replacement: bool = False,
+    draft_vocab_map: Tensor | None = None,
 ) -> Results:
     """Accept along one path of a tree: children of the current node in index order, each once (see `verify_tree`).
 
@@ -49,12 +42,13 @@ def verify_tree_ref(
     uniforms = _decisions(uniforms, temperature)
 
     current = torch.zeros_like(ids[:, 0])
+    children = usable & (parents == 0)
     p = target_probs(target_logits, current, temperature)
     q = draft_probs(draft_logits, current, temperature, vocab, draft_vocab_map)
     unreadable = p[:, 0].isnan()
     taken = torch.zeros_like(usable)
     for node in range(1, ids.shape[1]):
-        judged = usable[:, node] & (parents[:, node] == current)
+        judged = children[:, node]
         if not needed(judged):
             continue
         x = tokens[:, node, None]
@@ -65,16 +59,17 @@ def verify_tree_ref(
         unreadable = unreadable | (judged & law_x.isnan())
 
         if needed(rejected):
-            p = torch.where(rejected[:, None], normalize((p - law).clamp_(min=0), otherwise=p), p)
+            p = residual(p, law, rejected)
             if q is not None and not with_replacement:
-                q = torch.where(rejected[:, None], normalize(q.scatter(1, x, 0.0), otherwise=torch.zeros_like(q)), q)
+                q = without(q, x, rejected)
         if needed(accepted):
             taken[:, node] = accepted
             current = torch.where(accepted, node, current)
+            children = usable & (parents == current[:, None])
             p = torch.where(accepted[:, None], target_probs(target_logits, current, temperature), p)
             unreadable = unreadable | p[:, 0].isnan()
-            if q is not None:
-                next_q = draft_probs(draft_logits, current, temperature, vocab, draft_vocab_map)
+            next_q = draft_probs(draft_logits, current, temperature, vocab, draft_vocab_map)
+            if q is not None and next_q is not None:
                 q = torch.where(accepted[:, None], next_q, q)
     return _results(taken, ids, draw(p, uniforms[:, 0]), unreadable)
 
@@ -85,9 +80,10 @@ def verify_chain_ref(
     draft_logits: Tensor | None,
     temperature: Tensor,
     uniforms: Tensor,
-    draft_len: Tensor | None,
-    block: bool,
-    draft_vocab_map: Tensor | None,
+    draft_len: Tensor | None = None,
+    *,
+    block: bool = False,
+    draft_vocab_map: Tensor | None = None,
 ) -> Results:
     """Verify a chain: the tree whose node i is the child of node i − 1, or as a whole block (see `verify_chain`)."""
     num_drafts = draft_ids.shape[1]
@@ -100,7 +96,7 @@ def verify_chain_ref(
         return _verify_block(ids, target_logits, draft_logits, temperature, uniforms, num_nodes, draft_vocab_map)
     parents = torch.arange(-1, num_drafts, dtype=torch.int32, device=ids.device)[None]
     return verify_tree_ref(
-        ids, parents, target_logits, draft_logits, temperature, uniforms, num_nodes, False, draft_vocab_map
+        ids, parents, target_logits, draft_logits, temperature, uniforms, num_nodes, draft_vocab_map=draft_vocab_map
     )
 
 
@@ -146,18 +142,21 @@ def _verify_block(
         share = torch.where(mass + 1 - weight > 0, mass / (mass + 1 - weight), 1.0)
         passes = inside if node == 0 else inside & (uniforms[:, node] < torch.where(is_last, weight, share))
         num_accepted = torch.where(passes, node, num_accepted)
-        final = torch.where(passes[:, None], torch.where(is_last[:, None], p, normalize(rest, otherwise=p)), final)
+        leftover = torch.where((is_last | (mass == 0))[:, None], p, rest)
+        final = torch.where(passes[:, None], leftover, final)
         weight = (weight * p.gather(1, x)[:, 0] / law_x).clamp(max=1)
     nodes = torch.arange(ids.shape[1], device=ids.device)
     taken = (nodes >= 1) & (nodes <= num_accepted[:, None])
     return _results(taken, ids, draw(final, uniforms[:, 0]), unreadable)
 
 
-def verify_tree_greedy_ref(ids: Tensor, parents: Tensor, target_logits: Tensor, num_nodes: Tensor | None) -> Results:
+def verify_tree_greedy_ref(
+    ids: Tensor, parents: Tensor, target_logits: Tensor, num_nodes: Tensor | None = None
+) -> Results:
     """Follow the target's argmax (see `verify_tree_greedy`): the sampled rule at temperature 0."""
     temperature = torch.zeros(ids.shape[0], dtype=torch.float32, device=ids.device)
     uniforms = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
-    return verify_tree_ref(ids, parents, target_logits, None, temperature, uniforms, num_nodes, False, None)
+    return verify_tree_ref(ids, parents, target_logits, None, temperature, uniforms, num_nodes)
 
 
 def verify_tree_typical_ref(
@@ -166,7 +165,8 @@ def verify_tree_typical_ref(
     target_logits: Tensor,
     temperature: Tensor,
     uniforms: Tensor,
-    num_nodes: Tensor | None,
+    num_nodes: Tensor | None = None,
+    *,
     epsilon: float,
     delta: float,
 ) -> Results:
@@ -193,6 +193,17 @@ def verify_tree_typical_ref(
     p = target_probs(target_logits, last, temperature)
     final = draw(p, _decisions(uniforms, temperature)[:, 0])
     return _results(_path_to(last, parents), ids, final, unreadable | p[:, 0].isnan())
+
+
+def philox_uniforms_ref(seed: Tensor, position: Tensor, count: int) -> Tensor:
+    """Return the first ``count`` draws of each (seed, position) as fp32 in (0, 1) (see `philox_uniforms`)."""
+    num_blocks = -(-count // 4)
+    block = torch.arange(num_blocks, device=seed.device).expand(seed.shape[0], num_blocks)
+    seed, position = seed[:, None].expand_as(block), position[:, None].expand_as(block)
+    counter = (block, torch.zeros_like(block), position & LOW_WORD, position >> 32 & LOW_WORD)
+    words = torch.stack(philox_4x32(counter, (seed & LOW_WORD, seed >> 32 & LOW_WORD)), dim=-1)
+    # 23 bits and a half step: exact in fp32, never 0 and never 1.
+    return (((words >> 9) * 2 + 1).float() * 2.0**-24).flatten(1)[:, :count].contiguous()
 
 
 def _usable_nodes(ids: Tensor, num_nodes: Tensor | None, vocab: int) -> Tensor:
