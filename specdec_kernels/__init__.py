@@ -2,6 +2,7 @@
 
 from . import _native
 from .ops.kv_compact import kv_compact_, paged_kv_compact_
+from .ops.tree_attention import paged_tree_attention, tree_attention
 from .ops.verify import philox_uniforms, verify_chain, verify_tree, verify_tree_greedy, verify_tree_typical
 from .tree import DraftTree
 from .types import Verification
@@ -15,7 +16,9 @@ __all__ = [
     "Verification",
     "kv_compact_",
     "paged_kv_compact_",
+    "paged_tree_attention",
     "philox_uniforms",
+    "tree_attention",
     "verify_chain",
     "verify_tree",
     "verify_tree_greedy",
