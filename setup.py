@@ -12,10 +12,12 @@ LibTorch stable ABI only, so nvcc can compile them against a CPU-only torch whee
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -51,6 +53,8 @@ def missing_for_build(cuda: bool) -> str | None:
         return "nvcc was not found (set CUDA_HOME)"
     if find_cxx() is None:
         return "no C++ compiler was found (set CXX)"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python.h was not found (install the development files of this Python)"
     for module in ("torch", "ninja", "pybind11"):
         try:
             __import__(module)
@@ -93,42 +97,55 @@ def cuda_arch_flags() -> list[str]:
     return flags
 
 
-def ninja_text(sources: list[str], target: Path, work: Path) -> str:
-    """Write the build as ninja rules: one object a source, one shared library."""
+def ninja_path(path: object) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def shell_words(words: Iterable[object]) -> str:
+    return " ".join(shlex.quote(str(word)) for word in words).replace("$", "$$")
+
+
+def ninja_rules() -> str:
+    """Write the commands: ``cxx`` and ``nvcc`` compile, ``link_cxx`` and ``link_nvcc`` link."""
     import pybind11
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem {p}" for p in include_paths())]
-    includes += [f"-isystem {sysconfig.get_path('include')}", f"-isystem {pybind11.get_include()}"]
-    defines = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"
-    cxxflags = os.environ.get("CXXFLAGS", "")
-    warnings = "-Wall -Wextra -Wno-unused-parameter"
-    shared = "-shared -undefined dynamic_lookup" if sys.platform == "darwin" else "-shared"
-    libraries = " ".join(f"-L{p}" for p in library_paths()) + " -ltorch -ltorch_cpu -lc10"
-    nvcc = find_nvcc() or "nvcc"
-    lines = [
-        "ninja_required_version = 1.5",
-        "rule cxx",
-        f"  command = {find_cxx()} -MMD -MF $out.d -std=c++20 -O3 -fPIC -fvisibility=hidden {warnings} "
-        f"{defines} {' '.join(includes)} {cxxflags} -c $in -o $out",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "rule nvcc",
-        f"  command = {nvcc} -MD -MF $out.d -std=c++20 -O3 --threads 0 -Xcompiler -fPIC -Xptxas -v -DUSE_CUDA "
-        f"{defines} {' '.join(includes)} {' '.join(cuda_arch_flags())} -c $in -o $out",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "rule link_cxx",
-        f"  command = {find_cxx()} {shared} {cxxflags} $in {libraries} -o $out",
-        "rule link_nvcc",
-        f"  command = {nvcc} -shared -Xcompiler -fPIC $in {libraries} -o $out",
-    ]
+    folders = [*include_paths(), sysconfig.get_path("include"), pybind11.get_include()]
+    includes = [f"-I{ROOT / 'csrc'}", *(word for folder in folders for word in ("-isystem", folder))]
+    common = ["-std=c++20", "-O3", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
+    user_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
+    told = '"' + shlex.join([*common[:2], *user_flags]).replace('"', '\\"') + '"'
+    cxx_flags = [*common, *user_flags, "-fPIC", "-fvisibility=hidden", f"-ffile-prefix-map={ROOT}/="]
+    cxx_flags += ["-Wall", "-Wextra", "-Wno-unused-parameter", f"-DSPECDEC_CXX_FLAGS={told}"]
+    nvcc_flags = [*common, "--threads", "0", "-Xcompiler", "-fPIC", "-Xptxas", "-v", "-DUSE_CUDA", *cuda_arch_flags()]
+    shared = ["-shared", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
+    libraries = [*(f"-L{p}" for p in library_paths()), "-ltorch", "-ltorch_cpu", "-lc10"]
+    cxx, nvcc = shell_words([find_cxx()]), shell_words([find_nvcc() or "nvcc"])
+    return f"""\
+rule cxx
+  command = {cxx} -MMD -MF $out.d {shell_words([*cxx_flags, *includes])} -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule nvcc
+  command = {nvcc} -MD -MF $out.d {shell_words([*nvcc_flags, *includes])} -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule link_cxx
+  command = {cxx} {shell_words([*shared, *user_flags])} $in {shell_words(libraries)} -o $out
+rule link_nvcc
+  command = {nvcc} -shared -Xcompiler -fPIC $in {shell_words(libraries)} -o $out
+"""
+
+
+def ninja_text(sources: list[str], target: Path, work: Path) -> str:
+    """Write the build as ninja rules: one object a source, one shared library."""
+    lines = [ninja_rules()]
     objects = []
     for source in sources:
-        objects.append(str(work / f"{source.replace('/', '_')}.o"))
-        lines.append(f"build {objects[-1]}: {'nvcc' if source.endswith('.cu') else 'cxx'} {ROOT / source}")
+        objects.append(ninja_path(work / f"{source.replace('/', '_')}.o"))
+        lines.append(f"build {objects[-1]}: {'nvcc' if source.endswith('.cu') else 'cxx'} {ninja_path(ROOT / source)}")
     link = "link_nvcc" if any(s.endswith(".cu") for s in sources) else "link_cxx"
-    lines.append(f"build {target}: {link} {' '.join(objects)}")
+    lines.append(f"build {ninja_path(target)}: {link} {' '.join(objects)}")
     return "\n".join(lines) + "\n"
 
 
@@ -147,13 +164,9 @@ class NinjaBuild(build_ext):
         except subprocess.CalledProcessError as error:
             if ext.optional:
                 say(
-                    f"skipping {ext.name}: the compiler failed, see above (SPECDEC_BUILD=cpu or cuda makes this an error)"
+                    f"skipping {ext.name}: the compiler failed, see above (SPECDEC_BUILD=cpu or cuda makes it an error)"
                 )
             raise CompileError(f"building {ext.name} failed") from error
-
-    def copy_extensions_to_source(self) -> None:
-        self.extensions = [e for e in self.extensions if Path(self.get_ext_fullpath(e.name)).exists()]
-        super().copy_extensions_to_source()
 
 
 setup(ext_modules=choose_extensions(), cmdclass={"build_ext": NinjaBuild})

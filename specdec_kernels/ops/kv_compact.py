@@ -68,15 +68,17 @@ def kv_compact_(caches: Sequence[Tensor] | Tensor, accepted: Tensor, num_accepte
     Why in place is safe: destinations never pass sources, since ``accepted[i] >= i + 1``; see docs/kv_compaction.md.
     """
     op = "kv_compact_"
+    # The views of one tensor share a layout: checking the first is enough.
+    to_check = 1 if isinstance(caches, Tensor) else None
     if isinstance(caches, Tensor):
         check_shape(op, "caches", caches, ("2L", "B", "H", "S", "D"))
         caches = caches.transpose(2, 3).unbind(0)
     _check_indices(op, accepted, num_accepted, prefix_len)
-    _check_caches(op, caches, (accepted.shape[0], "S", "H", "D"), accepted.device)
+    shapes = _check_caches(op, caches[:to_check], (accepted.shape[0], "S", "H", "D"), accepted.device)
     if not caches:
         return
     if values_readable(accepted, num_accepted, prefix_len):
-        capacity = min(cache.shape[1] for cache in caches)
+        capacity = min(shape[1] for shape in shapes)
         for row, prefix, last in _moving_rows(op, accepted, num_accepted, prefix_len):
             if prefix + last >= capacity:
                 raise ValueError(
@@ -124,6 +126,8 @@ def paged_kv_compact_(
         [1.0, 2.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     """
     op = "paged_kv_compact_"
+    # The views of one tensor share a layout: checking the first is enough.
+    to_check = 1 if isinstance(caches, Tensor) else None
     if isinstance(caches, Tensor):
         check_shape(op, "caches", caches, ("2L", "pages", "page", "H", "D"))
         caches = caches.unbind(0)
@@ -134,9 +138,9 @@ def paged_kv_compact_(
     if not caches:
         return
     page_size = _page_size(op, caches[0])
-    _check_caches(op, caches, ("pages", page_size, "H", "D"), accepted.device)
+    shapes = _check_caches(op, caches[:to_check], ("pages", page_size, "H", "D"), accepted.device)
     if values_readable(block_table, accepted, num_accepted, prefix_len):
-        num_pages = min(cache.shape[0] for cache in caches)
+        num_pages = min(shape[0] for shape in shapes)
         for row, prefix, last in _moving_rows(op, accepted, num_accepted, prefix_len):
             _check_pages(op, block_table, row, (prefix + 1, prefix + last), page_size, num_pages)
     ops.paged_kv_compact_.default(caches, block_table, accepted, num_accepted, prefix_len)
@@ -151,15 +155,21 @@ def _check_indices(op: str, accepted: Tensor, num_accepted: Tensor, prefix_len: 
         check_device(op, name, tensor, accepted.device)
 
 
-def _check_caches(op: str, caches: Sequence[Tensor], shape: tuple[int | str, ...], device: torch.device) -> None:
-    """Check every cache; the expensive part runs only where the layout differs from the one before."""
+def _check_caches(
+    op: str, caches: Sequence[Tensor], shape: tuple[int | str, ...], device: torch.device
+) -> list[torch.Size]:
+    """Check every cache and return the distinct shapes; a layout like the one before costs one comparison."""
     known = None
+    shapes = []
     for index, cache in enumerate(caches):
-        check_tensor(op, f"caches[{index}]", cache)
+        if not isinstance(cache, Tensor):
+            check_tensor(op, f"caches[{index}]", cache)
         layout = (cache.shape, cache.stride(), cache.dtype, cache.device, cache.requires_grad)
         if layout != known:
             _check_layout(op, f"caches[{index}]", cache, shape, device)
             known = layout
+            shapes.append(cache.shape)
+    return shapes
 
 
 def _check_layout(op: str, name: str, cache: Tensor, shape: tuple[int | str, ...], device: torch.device) -> None:

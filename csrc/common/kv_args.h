@@ -1,0 +1,86 @@
+// Tensors to the plain structs of kv_move.h.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "common/check.h"
+#include "common/kv_move.h"
+
+namespace specdec {
+
+inline IndexMatrix as_index_matrix(const Tensor& tensor) {
+  return {static_cast<const int32_t*>(tensor.const_data_ptr()), tensor.stride(0),
+          tensor.dim() > 1 ? tensor.stride(1) : 0};
+}
+
+inline Paths read_paths(const Tensor& accepted, const Tensor& num_accepted, const Tensor& prefix_len,
+                        const Tensor* block_table) {
+  const int64_t batch = accepted.dim() == 2 ? accepted.size(0) : -1;
+  check_int32("accepted", accepted, 2, batch);
+  check_int32("num_accepted", num_accepted, 1, batch);
+  check_int32("prefix_len", prefix_len, 1, batch);
+  check_same_device("num_accepted", num_accepted, accepted);
+  check_same_device("prefix_len", prefix_len, accepted);
+  Paths paths{};
+  paths.accepted = as_index_matrix(accepted);
+  paths.num_accepted = as_index_matrix(num_accepted);
+  paths.prefix_len = as_index_matrix(prefix_len);
+  paths.batch = static_cast<uint32_t>(batch);
+  paths.max_accepted = static_cast<int32_t>(accepted.size(1));
+  if (block_table != nullptr) {
+    check_int32("block_table", *block_table, 2, batch);
+    check_same_device("block_table", *block_table, accepted);
+    paths.block_table = as_index_matrix(*block_table);
+    paths.max_pages = static_cast<uint32_t>(block_table->size(1));
+  }
+  return paths;
+}
+
+// (outer, inner), (outer, inner, C) or (outer, inner, H, D). Heads that lie side by side become one longer row.
+inline Cache read_cache(const Tensor& tensor) {
+  const int64_t dims = tensor.dim();
+  STD_TORCH_CHECK(dims >= 2 && dims <= 4, "a cache must have 2, 3 or 4 dimensions, got ", dims);
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  const int64_t width = dims == 2 ? 1 : sizes[dims - 1];
+  STD_TORCH_CHECK(width <= 1 || strides[dims - 1] == 1, "a cache must be contiguous in its last dimension");
+  const int64_t item = static_cast<int64_t>(tensor.element_size());
+  int64_t heads = dims == 4 ? sizes[2] : 1;
+  int64_t row_bytes = width * item;
+  const int64_t head_stride = heads > 1 ? strides[2] * item : 0;
+  if (heads > 1 && head_stride == row_bytes) {
+    row_bytes *= heads;
+    heads = 1;
+  }
+  constexpr int64_t kMax = std::numeric_limits<uint32_t>::max();
+  STD_TORCH_CHECK(row_bytes <= kMax / 2 && heads <= kMax / 2, "a row of a cache must be below 2 GiB");
+  Cache cache{static_cast<char*>(tensor.mutable_data_ptr()), {}};
+  cache.layout.outer_stride = strides[0] * item;
+  cache.layout.inner_stride = strides[1] * item;
+  cache.layout.head_stride = heads > 1 ? head_stride : 0;
+  cache.layout.outer_size = static_cast<uint32_t>(std::min(sizes[0], kMax));
+  cache.layout.inner_size = static_cast<uint32_t>(std::min(sizes[1], kMax));
+  cache.layout.heads = static_cast<uint32_t>(heads);
+  cache.layout.row_bytes = static_cast<uint32_t>(row_bytes);
+  return cache;
+}
+
+// Caches without a row are left out.
+inline std::vector<Cache> read_caches(const std::vector<Tensor>& tensors, const Tensor& accepted, bool paged) {
+  std::vector<Cache> caches;
+  caches.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    check_same_device("a cache", tensor, accepted);
+    const Cache cache = read_cache(tensor);
+    STD_TORCH_CHECK(paged || tensor.size(0) == accepted.size(0), "a cache must have as many batch rows as accepted");
+    if (cache.layout.outer_size && cache.layout.inner_size && cache.layout.heads && cache.layout.row_bytes) {
+      caches.push_back(cache);
+    }
+  }
+  return caches;
+}
+
+}  // namespace specdec

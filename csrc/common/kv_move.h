@@ -1,0 +1,103 @@
+// The move itself, for the CPU and the GPU alike: no torch, no CUDA, raw pointers.
+//
+// A cache is rows of bytes. Row (sequence, position, head) starts at
+//   dense: data + sequence * outer_stride + position * inner_stride + head * head_stride
+//   paged: data + page * outer_stride + slot * inner_stride + head * head_stride,
+//          page = block_table[sequence, position / page_size], slot = position % page_size.
+// Entry i of an accepted path moves the row of position prefix + accepted[i] to position prefix + 1 + i. Paths
+// increase, so accepted[i] >= i + 1: targets never pass sources. Whoever owns a byte column of all rows (a *lane*) can
+// therefore move it down the path in order, in place, without temporaries and without waiting for anybody.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define SPECDEC_HOST_DEVICE __host__ __device__ __forceinline__
+#define SPECDEC_UNROLL _Pragma("unroll")
+#else
+#define SPECDEC_HOST_DEVICE inline
+#define SPECDEC_UNROLL
+#endif
+
+namespace specdec {
+
+// Strides in bytes.
+struct Layout {
+  int64_t outer_stride;
+  int64_t inner_stride;
+  int64_t head_stride;
+  uint32_t outer_size;  // sequences, or pages
+  uint32_t inner_size;  // capacity, or page size
+  uint32_t heads;
+  uint32_t row_bytes;
+};
+
+struct Cache {
+  char* data;
+  Layout layout;
+};
+
+// A matrix of int32, strides in elements.
+struct IndexMatrix {
+  const int32_t* data;
+  int64_t row_stride;
+  int64_t column_stride;
+
+  SPECDEC_HOST_DEVICE int32_t at(int64_t row, int64_t column) const {
+    return data[row * row_stride + column * column_stride];
+  }
+};
+
+struct Paths {
+  IndexMatrix accepted;      // (batch, max_accepted)
+  IndexMatrix num_accepted;  // (batch, 1)
+  IndexMatrix prefix_len;    // (batch, 1)
+  IndexMatrix block_table;   // (batch, max_pages), paged caches only
+  uint32_t batch;
+  int32_t max_accepted;
+  uint32_t max_pages;
+};
+
+// Byte offset of a position's row within the cache, or -1 when the position lies outside it.
+template <bool kPaged>
+SPECDEC_HOST_DEVICE int64_t row_offset(const Layout& layout, const Paths& paths, uint32_t sequence, uint32_t position) {
+  if constexpr (kPaged) {
+    const uint32_t column = position / layout.inner_size;
+    if (column >= paths.max_pages) return -1;
+    const int32_t page = paths.block_table.at(sequence, column);
+    if (page < 0 || static_cast<uint32_t>(page) >= layout.outer_size) return -1;
+    return page * layout.outer_stride + static_cast<int64_t>(position % layout.inner_size) * layout.inner_stride;
+  } else {
+    if (position >= layout.inner_size) return -1;
+    return sequence * layout.outer_stride + position * layout.inner_stride;
+  }
+}
+
+// Moves one lane along the path of one sequence. `copy(lane, source, target)` is given kInFlight offsets at a time and
+// must read all sources before it writes a target, or go in order; a source of -1 means that nothing is to be moved.
+template <bool kPaged, int kInFlight, class Copy>
+SPECDEC_HOST_DEVICE void move_lane(char* lane, const Layout& layout, const Paths& paths, uint32_t sequence,
+                                   const Copy& copy) {
+  const int32_t wanted = paths.num_accepted.at(sequence, 0);
+  const int32_t count = wanted < paths.max_accepted ? wanted : paths.max_accepted;
+  const int32_t prefix = paths.prefix_len.at(sequence, 0);
+  if (prefix < 0) return;
+  for (int32_t first = 0; first < count; first += kInFlight) {
+    int64_t source[kInFlight], target[kInFlight];
+    SPECDEC_UNROLL
+    for (int32_t j = 0; j < kInFlight; ++j) {
+      const int32_t step = first + j + 1;
+      const int32_t node = step <= count ? paths.accepted.at(sequence, step - 1) : 0;
+      source[j] = target[j] = -1;
+      if (node > step) {
+        const uint32_t start = static_cast<uint32_t>(prefix);
+        target[j] = row_offset<kPaged>(layout, paths, sequence, start + static_cast<uint32_t>(step));
+        source[j] =
+            target[j] < 0 ? -1 : row_offset<kPaged>(layout, paths, sequence, start + static_cast<uint32_t>(node));
+      }
+    }
+    copy(lane, source, target);
+  }
+}
+
+}  // namespace specdec

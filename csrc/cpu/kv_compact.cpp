@@ -1,0 +1,38 @@
+#include "cpu/kv_compact.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <vector>
+
+#include "common/kv_args.h"
+#include "common/register.h"
+
+namespace specdec {
+namespace {
+
+constexpr auto kParallelFor = [](int64_t end, int64_t grain, const auto& body) {
+  torch::stable::parallel_for(0, end, grain, body);
+};
+
+void kv_compact_cpu(std::vector<Tensor> caches, Tensor accepted, Tensor num_accepted, Tensor prefix_len) {
+  const Paths paths = read_paths(accepted, num_accepted, prefix_len, nullptr);
+  const std::vector<Cache> rows = read_caches(caches, accepted, false);
+  compact_caches<false>(rows.data(), static_cast<int64_t>(rows.size()), paths, kParallelFor);
+}
+
+void paged_kv_compact_cpu(std::vector<Tensor> caches, Tensor block_table, Tensor accepted, Tensor num_accepted,
+                          Tensor prefix_len) {
+  const Paths paths = read_paths(accepted, num_accepted, prefix_len, &block_table);
+  const std::vector<Cache> rows = read_caches(caches, accepted, true);
+  compact_caches<true>(rows.data(), static_cast<int64_t>(rows.size()), paths, kParallelFor);
+}
+
+}  // namespace
+}  // namespace specdec
+
+STABLE_TORCH_LIBRARY_IMPL(specdec_kernels, CPU, m) {
+  SPECDEC_IMPL(m, "kv_compact_", specdec::kv_compact_cpu);
+  SPECDEC_IMPL(m, "paged_kv_compact_", specdec::paged_kv_compact_cpu);
+}
