@@ -100,6 +100,10 @@ class Drafter(Protocol):
         """Draft from the pending tokens ``(B,) int64``."""
         ...
 
-    def observe(self, draft: Draft, output: TargetOutput, verification: Verification) -> None:
-        """Learn which nodes were accepted, after each step."""
+    def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
+        """Learn which nodes were accepted, after each step.
+
+        Rows with ``active == False`` (``(B,) bool``) have ended: their state is no longer asked for and must not grow.
+        For the others ``num_accepted + 1`` ids were emitted, the last of which is the next pending token.
+        """
         ...

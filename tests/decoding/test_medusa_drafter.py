@@ -1,0 +1,176 @@
+"""The Medusa drafter: which token goes to which node, whose hidden state counts, and the files."""
+
+import types
+
+import pytest
+import torch
+
+from specdec_kernels.decoding import GreedyAcceptance, TargetOutput, decode
+from specdec_kernels.decoding.drafters import MedusaDrafter
+from specdec_kernels.modules import MedusaHeads
+from specdec_kernels.tree import DraftTree
+from specdec_kernels.types import Verification
+
+from .toy import ToyTarget, pad
+
+VOCAB, HIDDEN = 32, 8
+TREE = DraftTree.from_choices([[0], [2], [0, 1], [2, 0], [2, 3], [0, 1, 0]])
+
+
+def random_heads(num_heads=3, *, own_projection=False, vocab_map=None):
+    heads = MedusaHeads(num_heads, 2, HIDDEN, VOCAB, own_projection=own_projection, vocab_map=vocab_map)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    return heads.requires_grad_(False)
+
+
+def output_of(hidden):
+    return TargetOutput(torch.zeros(*hidden.shape[:2], VOCAB), hidden)
+
+
+def model_with(weight):
+    return types.SimpleNamespace(get_output_embeddings=lambda: types.SimpleNamespace(weight=weight))
+
+
+def started(drafter, batch=3):
+    """Begin with random hidden states and return them."""
+    hidden = torch.randn(batch, 1, HIDDEN)
+    drafter.begin(torch.zeros(batch, 1, dtype=torch.int64), torch.ones(batch, dtype=torch.int32), output_of(hidden))
+    return hidden[:, 0]
+
+
+@pytest.mark.parametrize("kind", ["shared", "own", "reduced vocabulary"])
+def test_a_node_holds_the_candidate_of_its_depth_and_rank(kind):
+    vocab_map = torch.tensor([1, 5, 6, 9, 20, 30]) if kind == "reduced vocabulary" else None
+    heads = random_heads(own_projection=kind == "own", vocab_map=vocab_map)
+    weight = None if kind == "own" else torch.randn(VOCAB, HIDDEN)
+    drafter = MedusaDrafter(heads, TREE, weight)
+    hidden = started(drafter)
+    draft = drafter.propose(torch.tensor([7, 8, 9]))
+    logits = heads(hidden, None if weight is None else heads.select_rows(weight))
+    order = logits.argsort(dim=-1, descending=True)
+    order = order if vocab_map is None else vocab_map[order]
+    assert draft.ids[:, 0].tolist() == [7, 8, 9]
+    for node, (depth, rank) in enumerate(zip(TREE.depths, TREE.ranks, strict=True)):
+        if node:
+            assert torch.equal(draft.ids[:, node], order[:, depth - 1, rank])
+
+
+def test_the_draft_describes_its_tree():
+    drafter = MedusaDrafter(random_heads(), TREE, torch.randn(VOCAB, HIDDEN))
+    started(drafter)
+    draft = drafter.propose(torch.tensor([1, 2, 3]))
+    assert (drafter.max_nodes, draft.max_depth) == (TREE.num_nodes, 3)
+    assert draft.ids.shape == (3, 7)
+    assert draft.parents.tolist() == [list(TREE.parents)]
+    assert draft.depths.tolist() == [list(TREE.depths)]
+    assert torch.equal(draft.tree_mask, TREE.to_packed_mask()[None])
+    assert draft.parents.dtype == draft.depths.dtype == torch.int32
+    assert draft.logits is None
+    assert draft.num_nodes is None
+
+
+def test_each_row_continues_from_its_last_accepted_node():
+    drafter = MedusaDrafter(random_heads(), TREE, torch.randn(VOCAB, HIDDEN))
+    started(drafter)
+    draft = drafter.propose(torch.tensor([1, 2, 3]))
+    hidden = torch.randn(3, TREE.num_nodes, HIDDEN)
+    accepted = torch.tensor([[1, 3, 6], [2, -1, -1], [-1, -1, -1]], dtype=torch.int32)
+    verification = Verification(torch.zeros(3, 4, dtype=torch.int64), torch.tensor([3, 1, 0]).int(), accepted)
+    drafter.observe(draft, output_of(hidden), verification, torch.ones(3, dtype=torch.bool))
+    after = drafter.propose(torch.tensor([4, 5, 6])).ids
+    for row, node in enumerate([6, 2, 0]):
+        alone = MedusaDrafter(drafter.heads, TREE, drafter._shared_weight)
+        chosen = hidden[row, node][None, None]
+        alone.begin(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32), output_of(chosen))
+        assert torch.equal(alone.propose(torch.tensor([4 + row])).ids[0], after[row])
+
+
+def test_a_tree_of_the_root_alone_asks_no_head():
+    drafter = MedusaDrafter(random_heads(), DraftTree.chain(0), torch.randn(VOCAB, HIDDEN))
+    started(drafter)
+    drafter.heads = None
+    draft = drafter.propose(torch.tensor([4, 5, 6]))
+    assert draft.ids.tolist() == [[4], [5], [6]]
+    empty = Verification(torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3).int(), torch.zeros(3, 0).int())
+    drafter.observe(draft, output_of(torch.randn(3, 1, HIDDEN)), empty, torch.ones(3, dtype=torch.bool))
+
+
+def test_decodes_as_plain_decoding_does():
+    """The toy target's hidden states are zeros: the drafts are constant, the text must not care."""
+    prompts = [[3, 1, 4], [5]]
+    target = ToyTarget(2, 40)
+    plain = [target.plain(prompt, 10) for prompt in prompts]
+    heads = MedusaHeads(3, 1, 1, 13)
+    drafter = MedusaDrafter(heads, TREE, torch.randn(13, 1))
+    steps = decode(target, drafter, *pad(prompts), acceptance=GreedyAcceptance(), max_new_tokens=10)
+    rows = [[], []]
+    for step in steps:
+        for row, tokens in zip(rows, step.tokens, strict=True):
+            row += tokens
+    assert rows == plain
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MedusaDrafter(random_heads(2), TREE, torch.randn(VOCAB, HIDDEN)), "3 deep, but there are 2 heads"),
+        (
+            lambda: MedusaDrafter(random_heads(vocab_map=torch.tensor([4, 5])), TREE, torch.randn(VOCAB, HIDDEN)),
+            "rank 2, but top_k is 2",
+        ),
+        (lambda: MedusaDrafter(random_heads(), TREE), "lm_head_weight must be given"),
+        (
+            lambda: MedusaDrafter(random_heads(own_projection=True), TREE, torch.randn(VOCAB, HIDDEN)),
+            "lm_head_weight must not be given",
+        ),
+        (lambda: MedusaDrafter(random_heads(), TREE, torch.randn(VOCAB, 9)), r"shape \(32, 8\), got \(32, 9\)"),
+        (lambda: MedusaDrafter(random_heads(), TREE, torch.randn(31, HIDDEN)), r"\(32, 8\), got \(31, 8\)"),
+    ],
+    ids=["too deep", "rank", "missing", "not wanted", "hidden size", "vocabulary"],
+)
+def test_rejects(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_propose_before_begin():
+    with pytest.raises(RuntimeError, match="call begin first"):
+        MedusaDrafter(random_heads(), TREE, torch.randn(VOCAB, HIDDEN)).propose(torch.tensor([1]))
+
+
+@pytest.mark.parametrize("own_projection", [False, True])
+def test_saves_and_loads(tmp_path, own_projection):
+    weight = torch.randn(VOCAB, HIDDEN)
+    drafter = MedusaDrafter(random_heads(own_projection=own_projection), TREE, None if own_projection else weight)
+    drafter.tree_metadata = {"expected_tokens_per_step": 1.5}
+    drafter.save_pretrained(tmp_path)
+    model = model_with(weight)
+    loaded = MedusaDrafter.from_pretrained(tmp_path, model)
+    assert loaded.tree == TREE
+    assert loaded.tree_metadata == {"expected_tokens_per_step": 1.5}
+    assert not any(parameter.requires_grad for parameter in loaded.heads.parameters())
+    hidden = started(drafter)
+    loaded.begin(None, None, output_of(hidden[:, None]))
+    pending = torch.tensor([1, 2, 3])
+    assert torch.equal(loaded.propose(pending).ids, drafter.propose(pending).ids)
+    again = MedusaDrafter.from_pretrained(tmp_path, model, tree=DraftTree.chain(2))
+    assert again.tree == DraftTree.chain(2)
+
+
+def test_without_a_tree_file_the_default_tree_fits_the_heads(tmp_path):
+    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.bfloat16)
+    random_heads(2).save_pretrained(tmp_path)
+    model = model_with(weight)
+    drafter = MedusaDrafter.from_pretrained(tmp_path, model)
+    assert drafter.tree.max_depth == 2
+    assert drafter.max_nodes > 10
+    assert drafter.heads.w_res.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("own_projection", [False, True])
+@pytest.mark.parametrize("shape", [(VOCAB, HIDDEN + 1), (VOCAB + 1, HIDDEN)])
+def test_heads_of_another_model_are_refused(tmp_path, own_projection, shape):
+    random_heads(own_projection=own_projection).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="the heads are made for an lm_head weight of shape \\(32, 8\\)"):
+        MedusaDrafter.from_pretrained(tmp_path, model_with(torch.randn(shape)))
