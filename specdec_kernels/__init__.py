@@ -2,6 +2,7 @@
 
 from . import _native
 from .ops.kv_compact import kv_compact_, paged_kv_compact_
+from .ops.medusa_project import medusa_project, medusa_project_topk
 from .ops.tree_attention import paged_tree_attention, tree_attention
 from .ops.verify import philox_uniforms, verify_chain, verify_tree, verify_tree_greedy, verify_tree_typical
 from .tree import DraftTree
@@ -15,6 +16,8 @@ __all__ = [
     "DraftTree",
     "Verification",
     "kv_compact_",
+    "medusa_project",
+    "medusa_project_topk",
     "paged_kv_compact_",
     "paged_tree_attention",
     "philox_uniforms",

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..reference.medusa_project import medusa_project_topk_ref, project, residual_blocks
+from ..ops.medusa_project import medusa_project_topk
+from ..reference.medusa_project import project, residual_blocks
 from .medusa_checkpoint import read_checkpoint, write_checkpoint
 
 
@@ -13,8 +14,8 @@ class MedusaHeads(nn.Module):
     """Predict the next tokens but one, all heads at once (Cai et al. 2024, arXiv 2401.10774, eq. 1).
 
     ``head_i(h) = W_out (block_R ∘ … ∘ block_1)(h)``, ``block(x) = x + SiLU(x Wᵀ + b)``. Given the final, normed
-    hidden state at position *t*, head *i* (counted from 0) predicts token *t + 2 + i*: the nodes of depth *i + 1* of a draft tree
-    whose root is the pending token *t + 1*.
+    hidden state at position *t*, head *i* (counted from 0) predicts token *t + 2 + i*: the nodes of depth
+    *i + 1* of a draft tree whose root is the pending token *t + 1*.
 
     A fresh head's residual weights are zero: it is the identity block, and predicts what the base model predicts.
 
@@ -120,9 +121,8 @@ class MedusaHeads(nn.Module):
             ``values (B, M, K) fp32`` logits in descending order, ``ids (B, M, K) int64`` of the full vocabulary,
             ``lse (B, M) fp32``.
         """
-        return medusa_project_topk_ref(
-            hidden, self.w_res, self.b_res, self._projection(lm_head_weight), k, self.vocab_map
-        )
+        w_out = self._projection(lm_head_weight)
+        return medusa_project_topk(hidden, self.w_res, self.b_res, w_out, k, vocab_map=self.vocab_map)
 
     def _projection(self, lm_head_weight: Tensor | None) -> Tensor:
         if (self.w_out is None) == (lm_head_weight is None):
@@ -174,8 +174,9 @@ class MedusaHeads(nn.Module):
 
         Args:
             folder: made when missing.
-            format: ``"medusa"``, keys as in the original heads (``{head}.{layer}.linear.weight``), file
-                ``medusa_lm_head.safetensors``; or ``"vllm"``, keys and config as vLLM reads them, ``model.safetensors``.
+            format: ``"medusa"``, keys as in the original heads (``{head}.{layer}.linear.weight``), in
+                ``medusa_lm_head.safetensors``; or ``"vllm"``, keys and config as vLLM reads them, in
+                ``model.safetensors``.
             lm_head_weight: ``(V, C)`` of the base model; vLLM's format stores it with heads that share it.
 
         Raises:

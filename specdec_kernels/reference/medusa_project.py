@@ -1,6 +1,7 @@
 """Medusa heads in plain torch: residual blocks, vocabulary projection, top-k.
 
-Letters: ``B`` rows, ``M`` heads, ``R`` residual layers of a head, ``C`` hidden size, ``V`` vocabulary rows, ``K`` top-k.
+Letters: ``B`` rows, ``M`` heads, ``R`` residual layers of a head, ``C`` hidden size, ``V`` vocabulary rows,
+``K`` top-k.
 """
 
 import torch
@@ -37,9 +38,9 @@ def medusa_project_topk_ref(
     """Return ``(values, ids, lse)``; see `specdec_kernels.medusa_project_topk`."""
     logits = project(residual_blocks(hidden, w_res, b_res), w_out).float()
     values, rows = topk_lowest_id(logits, k)
-    largest = logits.amax(-1, keepdim=True)
-    # An all −inf row has lse −inf, not NaN.
-    shift = largest.clamp(min=torch.finfo(logits.dtype).min)
+    # Finite even where the largest logit is not, so that ∞ − ∞ is never formed.
+    finite = torch.finfo(logits.dtype)
+    shift = logits.amax(-1, keepdim=True).clamp_(finite.min, finite.max)
     lse = (logits - shift).exp_().sum(-1).log_() + shift.squeeze(-1)
     return values, rows if vocab_map is None else vocab_map[rows], lse
 

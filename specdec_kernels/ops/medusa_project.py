@@ -1,0 +1,158 @@
+"""All Medusa heads in one call: residual blocks, vocabulary projection, top-k."""
+
+import torch
+from torch import Tensor
+
+from .._ops import ops
+from .._registry import define_op
+from .._validate import (
+    check_device,
+    check_dtype,
+    check_last_stride,
+    check_no_grad,
+    check_range,
+    check_shape,
+    check_tensor,
+    check_values,
+    values_readable,
+)
+from ..reference.medusa_project import medusa_project_ref, medusa_project_topk_ref
+
+MAX_TOP_K = 64
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _fake_project(hidden, w_res, b_res, w_out):
+    return hidden.new_empty(hidden.shape[0], w_res.shape[0], w_out.shape[-2])
+
+
+def _fake_topk(hidden, w_res, b_res, w_out, k, vocab_map):
+    shape = (hidden.shape[0], w_res.shape[0])
+    values = hidden.new_empty(*shape, k, dtype=torch.float32)
+    return values, torch.empty_like(values, dtype=torch.int64), hidden.new_empty(shape, dtype=torch.float32)
+
+
+define_op(
+    "medusa_project(Tensor hidden, Tensor w_res, Tensor? b_res, Tensor w_out) -> Tensor",
+    reference=medusa_project_ref,
+    fake=_fake_project,
+)
+define_op(
+    "medusa_project_topk(Tensor hidden, Tensor w_res, Tensor? b_res, Tensor w_out, int k, Tensor? vocab_map)"
+    " -> (Tensor, Tensor, Tensor)",
+    reference=medusa_project_topk_ref,
+    fake=_fake_topk,
+)
+
+
+def medusa_project(hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor) -> Tensor:
+    """Return the logits of all Medusa heads.
+
+    ``x ← x + SiLU(x Wᵀ + b)`` for each of a head's ``R`` residual layers, starting from the hidden state, then
+    ``logits = x W_outᵀ``.
+
+    Args:
+        hidden: ``(B, C)`` fp16, bf16, fp32 or fp64: final hidden states of the base model, after its last norm.
+        w_res: ``(M, R, C, C)``, ``M ≥ 1``, ``R ≥ 0``, as ``nn.Linear`` stores it: ``(out, in)``.
+        b_res: ``(M, R, C)``, or None for layers without bias.
+        w_out: ``(M, V, C)``, each head its own; or ``(V, C)``, shared by all (the base model's ``lm_head`` weight, or
+            the rows of a reduced vocabulary).
+
+    All in hidden's dtype, any strides but 1 in the last dimension. Each product is summed in fp32 or better and
+    rounded to the dtype once, as ``torch.nn.functional.linear`` does; so is the state after each layer.
+
+    Returns:
+        ``(B, M, V)`` in hidden's dtype. Head *i*, counted from 0, predicts the token *i + 2* places after the position
+        of ``hidden``.
+
+    Raises:
+        TypeError: a dtype is not supported or differs from hidden's.
+        ValueError: shapes, devices or strides disagree.
+        RuntimeError: an input requires grad while grad is on; `MedusaHeads.forward` is the differentiable form.
+
+    Example:
+        >>> import torch
+        >>> from specdec_kernels import medusa_project
+        >>> hidden, lm_head = torch.randn(2, 8), torch.randn(100, 8)
+        >>> medusa_project(hidden, torch.zeros(4, 1, 8, 8), torch.zeros(4, 1, 8), lm_head).shape
+        torch.Size([2, 4, 100])
+
+    Source: Cai et al. 2024 (Medusa, arXiv 2401.10774, eq. 1).
+    """
+    _check_heads("medusa_project", hidden, w_res, b_res, w_out)
+    return ops.medusa_project.default(hidden, w_res, b_res, w_out)
+
+
+def medusa_project_topk(
+    hidden: Tensor,
+    w_res: Tensor,
+    b_res: Tensor | None,
+    w_out: Tensor,
+    k: int,
+    *,
+    vocab_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the k best tokens of every Medusa head, and what is needed to turn their logits into probabilities.
+
+    The logits are those of `medusa_project`, rounded as there and compared in fp32: ``values`` descends, equal logits
+    stand by ascending row of ``w_out``, and NaN comes after everything else. ``values − lse`` are log-probabilities.
+
+    Args:
+        hidden, w_res, b_res, w_out: as in `medusa_project`.
+        k: candidates of each head, ``1 ≤ k ≤ min(64, V)``.
+        vocab_map: ``(V,) int64``, the id in the full vocabulary of each row of ``w_out``, when that holds only part of
+            it (FR-Spec, truncated Medusa). ``lse`` is then over those rows.
+
+    Not checked on a GPU, because it would wait for the device: that ``vocab_map`` has no negative id.
+
+    Returns:
+        ``values (B, M, K) fp32``, ``ids (B, M, K) int64`` (mapped by ``vocab_map``), and ``lse (B, M) fp32``, the
+        natural log-sum-exp over all rows, NaN when one logit is.
+
+    Raises:
+        TypeError, RuntimeError: as `medusa_project`.
+        ValueError: as `medusa_project`; ``k`` or ``vocab_map`` is out of range.
+
+    Example:
+        >>> import torch
+        >>> from specdec_kernels import medusa_project_topk
+        >>> hidden, lm_head = torch.randn(2, 8), torch.randn(100, 8)
+        >>> values, ids, lse = medusa_project_topk(hidden, torch.zeros(4, 1, 8, 8), None, lm_head, 10)
+        >>> values.shape, ids.shape, lse.shape
+        (torch.Size([2, 4, 10]), torch.Size([2, 4, 10]), torch.Size([2, 4]))
+
+    Source: Cai et al. 2024 (Medusa, arXiv 2401.10774, eq. 1); the reduced vocabulary, Zhao et al. 2025 (FR-Spec, arXiv
+    2502.14856).
+    """
+    op = "medusa_project_topk"
+    _check_heads(op, hidden, w_res, b_res, w_out)
+    num_rows = w_out.shape[-2]
+    check_range(op, "k", k, 1, min(MAX_TOP_K, num_rows))
+    if vocab_map is not None:
+        check_shape(op, "vocab_map", vocab_map, (num_rows,))
+        check_dtype(op, "vocab_map", vocab_map, (torch.int64,))
+        check_device(op, "vocab_map", vocab_map, hidden.device)
+        if values_readable(vocab_map):
+            check_values(op, "vocab_map", vocab_map, 0, torch.iinfo(torch.int64).max)
+    return ops.medusa_project_topk.default(hidden, w_res, b_res, w_out, k, vocab_map)
+
+
+def _check_heads(op: str, hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor) -> None:
+    check_shape(op, "hidden", hidden, ("B", "C"))
+    hidden_size = hidden.shape[1]
+    check_shape(op, "w_res", w_res, ("M", "R", hidden_size, hidden_size))
+    num_heads, num_layers = w_res.shape[:2]
+    check_tensor(op, "w_out", w_out)
+    own = w_out.dim() == 3
+    check_shape(op, "w_out", w_out, (num_heads, "V", hidden_size) if own else ("V", hidden_size))
+    tensors = {"hidden": hidden, "w_res": w_res, "w_out": w_out}
+    if b_res is not None:
+        check_shape(op, "b_res", b_res, (num_heads, num_layers, hidden_size))
+        tensors["b_res"] = b_res
+    if num_heads < 1 or hidden_size < 1 or w_out.shape[-2] < 1:
+        raise ValueError(f"{op}: w_res and w_out must not be empty, got {tuple(w_res.shape)} and {tuple(w_out.shape)}")
+    for name, tensor in tensors.items():
+        check_dtype(op, name, tensor, _FLOATS if name == "hidden" else (hidden.dtype,))
+        check_device(op, name, tensor, hidden.device)
+        check_last_stride(op, name, tensor)
+    check_no_grad(op, **tensors)
