@@ -32,8 +32,8 @@ class MedusaHeads(nn.Module):
     Attributes:
         w_res: Parameter ``(M, R, C, C)``.
         b_res: Parameter ``(M, R, C)`` or None.
-        w_out: Parameter ``(M, V', C)`` or None; ``V' = V`` without ``vocab_map``. ``(V', C)`` when the heads came from a
-            file that stores one projection for all of them.
+        w_out: Parameter ``(M, V', C)`` or None; ``V' = V`` without ``vocab_map``. ``(V', C)`` when the heads came
+            from a file that stores one projection for all of them.
         vocab_map: buffer or None.
         metadata: further entries of ``config.json``, kept by `save_pretrained` (``base_model_name_or_path``, …).
     """

@@ -26,7 +26,7 @@ def _fake_project(hidden, w_res, b_res, w_out):
     return hidden.new_empty(hidden.shape[0], w_res.shape[0], w_out.shape[-2])
 
 
-def _fake_topk(hidden, w_res, b_res, w_out, k, vocab_map):
+def _fake_topk(hidden, w_res, b_res, w_out, k, *, vocab_map):
     shape = (hidden.shape[0], w_res.shape[0])
     values = hidden.new_empty(*shape, k, dtype=torch.float32)
     return values, torch.empty_like(values, dtype=torch.int64), hidden.new_empty(shape, dtype=torch.float32)
@@ -38,7 +38,7 @@ define_op(
     fake=_fake_project,
 )
 define_op(
-    "medusa_project_topk(Tensor hidden, Tensor w_res, Tensor? b_res, Tensor w_out, int k, Tensor? vocab_map)"
+    "medusa_project_topk(Tensor hidden, Tensor w_res, Tensor? b_res, Tensor w_out, int k, *, Tensor? vocab_map)"
     " -> (Tensor, Tensor, Tensor)",
     reference=medusa_project_topk_ref,
     fake=_fake_topk,
@@ -134,7 +134,7 @@ def medusa_project_topk(
         check_device(op, "vocab_map", vocab_map, hidden.device)
         if values_readable(vocab_map):
             check_values(op, "vocab_map", vocab_map, 0, torch.iinfo(torch.int64).max)
-    return ops.medusa_project_topk.default(hidden, w_res, b_res, w_out, k, vocab_map)
+    return ops.medusa_project_topk.default(hidden, w_res, b_res, w_out, k, vocab_map=vocab_map)
 
 
 def _check_heads(op: str, hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor) -> None:

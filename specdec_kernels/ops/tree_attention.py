@@ -18,13 +18,13 @@ from .._validate import (
 from ..reference.tree_attention import paged_tree_attention_ref, tree_attention_ref
 
 _OPTIONS = (
-    "float? scale, float? softcap, int? window, Tensor? sinks, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)"
+    "*, float? scale, float? softcap, int? window, Tensor? sinks, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)"
 )
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _QUANTISED = (torch.float8_e4m3fn, torch.int8)
 
 
-def _fake(q, k_cache, v_cache, *_):
+def _fake(q, k_cache, v_cache, *_, **__):
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(*q.shape[:3], v_cache.shape[-1]), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
@@ -124,9 +124,9 @@ def tree_attention(
         raise ValueError(f"{op}: k_cache must have at least T = {num_nodes} rows, got {num_rows}")
     if values_readable(prefix_len):
         check_values(op, "prefix_len", prefix_len, 0, num_rows - num_nodes)
-    return ops.tree_attention.default(
-        q, k_cache, v_cache, tree_mask, prefix_len, scale, softcap, window, sinks, k_scale, v_scale
-    )
+    options = {"scale": scale, "softcap": softcap, "window": window}
+    options |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
+    return ops.tree_attention.default(q, k_cache, v_cache, tree_mask, prefix_len, **options)
 
 
 def paged_tree_attention(
@@ -187,9 +187,9 @@ def paged_tree_attention(
         raise ValueError(f"{op}: k_cache must have pages of at least one row, got {tuple(k_cache.shape)}")
     if values_readable(prefix_len, block_table):
         _check_pages(op, k_cache, block_table, prefix_len, q.shape[1])
-    return ops.paged_tree_attention.default(
-        q, k_cache, v_cache, block_table, tree_mask, prefix_len, scale, softcap, window, sinks, k_scale, v_scale
-    )
+    options = {"scale": scale, "softcap": softcap, "window": window}
+    options |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
+    return ops.paged_tree_attention.default(q, k_cache, v_cache, block_table, tree_mask, prefix_len, **options)
 
 
 def _check_attention(op: str, q, k_cache, v_cache, tree_mask, prefix_len) -> None:

@@ -33,7 +33,7 @@ def medusa_project_ref(hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_ou
 
 
 def medusa_project_topk_ref(
-    hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor, k: int, vocab_map: Tensor | None
+    hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor, k: int, *, vocab_map: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(values, ids, lse)``; see `specdec_kernels.medusa_project_topk`."""
     logits = project(residual_blocks(hidden, w_res, b_res), w_out).float()

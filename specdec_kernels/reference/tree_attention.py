@@ -21,12 +21,13 @@ def tree_attention_ref(
     v_cache: Tensor,
     tree_mask: Tensor,
     prefix_len: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    window: int | None,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``; see `specdec_kernels.tree_attention`."""
     batch, num_nodes, num_q_heads, head_dim = q.shape
@@ -63,24 +64,17 @@ def paged_tree_attention_ref(
     block_table: Tensor,
     tree_mask: Tensor,
     prefix_len: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    window: int | None,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    **options,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(out, lse)``; see `specdec_kernels.paged_tree_attention`."""
+    """Return ``(out, lse)``, with the options of `tree_attention_ref`; see `specdec_kernels.paged_tree_attention`."""
     page_size, num_nodes = k_cache.shape[1], q.shape[1]
     num_keys = _visible_len(block_table.shape[1] * page_size, prefix_len, num_nodes)
     pages = block_table[:, : -(-num_keys // page_size)]
     # Entries of pages that a row does not reach may be anything: any valid page serves, its keys are not seen.
     starts = torch.arange(pages.shape[1], device=pages.device) * page_size
     pages = pages.masked_fill(starts >= prefix_len[:, None] + num_nodes, 0)
-    return tree_attention_ref(
-        *(q, k_cache[pages].flatten(1, 2), v_cache[pages].flatten(1, 2), tree_mask, prefix_len),
-        *(scale, softcap, window, sinks, k_scale, v_scale),
-    )
+    k, v = k_cache[pages].flatten(1, 2), v_cache[pages].flatten(1, 2)
+    return tree_attention_ref(q, k, v, tree_mask, prefix_len, **options)
 
 
 def _visible_len(capacity: int, prefix_len: Tensor, num_nodes: int) -> int:
