@@ -48,6 +48,8 @@ class TreeCache(Cache):
         self.dtype = dtype
         self._batch_size = batch_size
         self._device = torch.device(device)
+        # Elsewhere, reading a length would wait for the device.
+        self._lengths_readable = self._device.type == "cpu"
         self._batch_index = torch.arange(batch_size, device=device).unsqueeze(1)
         self._stacked: Tensor | None = None
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
@@ -187,7 +189,7 @@ class TreeCache(Cache):
         """Take new lengths: ``longest`` bounds them from above, ``common`` is the length of all rows where known."""
         self._prefix_len = prefix_len
         self._step: int | None = None
-        if common is None and prefix_len.device.type == "cpu":
+        if common is None and self._lengths_readable:
             lengths = prefix_len.tolist()
             longest = max(lengths)
             common = longest if min(lengths) == longest else None
@@ -231,7 +233,7 @@ class TreeCache(Cache):
         return layer
 
     def _buffer_shape(self, states: Tensor) -> tuple[int, int, int, int]:
-        return self._batch_size, states.shape[1], self.capacity, states.shape[3]
+        return states.shape[0], states.shape[1], self.capacity, states.shape[3]
 
     def _new_layer(
         self, layer_idx: int, key_states: Tensor, value_states: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]

@@ -62,11 +62,12 @@ def check_supported(model: PreTrainedModel, capacity: int | None = None) -> None
             "torch.compile) give the model inside"
         )
     config = model.config
-    reason = _refused_structure(config) or _refused_rope(config, capacity) or _refused_placement(model)
-    if reason is None and config.model_type not in FAMILIES:
-        reason = f"model type {config.model_type!r} (supported: {', '.join(sorted(FAMILIES))})"
-    if reason is None and model.get_output_embeddings() is None:
-        reason = f"{type(model).__name__}, which has no vocabulary projection"
+    reason = (
+        _refused_structure(config)
+        or _refused_class(model)
+        or _refused_rope(config, capacity)
+        or _refused_placement(model)
+    )
     if reason is not None:
         raise NotImplementedError(f"speculative decoding does not support {reason}")
 
@@ -81,6 +82,14 @@ def _refused_structure(config: PreTrainedConfig) -> str | None:
                 f"layers of type {layer_type!r} (layer {index} of {config.model_type}): their state cannot be rolled "
                 f"back; supported are {' and '.join(_LAYER_TYPES)}"
             )
+    return None
+
+
+def _refused_class(model: PreTrainedModel) -> str | None:
+    if model.config.model_type not in FAMILIES:
+        return f"model type {model.config.model_type!r} (supported: {', '.join(sorted(FAMILIES))})"
+    if model.get_output_embeddings() is None:
+        return f"{type(model).__name__}, which has no vocabulary projection"
     return None
 
 
