@@ -1,7 +1,8 @@
 """The decoding loop: propose → forward → verify → compact → emit, for any target, drafter and rule of acceptance."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,13 +13,11 @@ from .acceptance import Acceptance
 from .protocols import Draft, Drafter, Target, TargetOutput
 from .randomness import uniforms_at
 from .stats import DecodeStats, PhaseClock
-
-ProcessLogits = Callable[[Tensor, Draft, Sequence[Sequence[int]]], Tensor]
-StopRule = Callable[[Sequence[Sequence[int]]], Sequence[int | None]]
+from .walk import along_path, verify_processed
 
 
 class Step(NamedTuple):
-    """What one step gave. The first one comes from the prompts alone and has one token for each row.
+    """What one step gave. The first one comes from the prompts alone and has at most one token for each row.
 
     Attributes:
         tokens: for each row the ids it emitted, in order; none for a row that ended earlier.
@@ -26,9 +25,8 @@ class Step(NamedTuple):
         failed: for each row whether it ended because its logits were NaN.
         draft: the tree that was judged.
         output: what the target said about it.
-        logits: ``(B, T, V)``; ``output.logits`` after the logits processors, as they were judged.
-        verification: the decision. Emitted token *j* was chosen from the logits of the root (*j* = 0) or of node
-            ``accepted[:, j - 1]``. A row that ends may have emitted fewer tokens than were accepted.
+        verification: the decision. A row that ends may have emitted fewer tokens than were accepted.
+        processed_logits: ``(B, N+1, V)``; token *j* was chosen from row *j*. None without logits processors.
     """
 
     tokens: list[list[int]]
@@ -36,8 +34,36 @@ class Step(NamedTuple):
     failed: list[bool]
     draft: Draft
     output: TargetOutput
-    logits: Tensor
     verification: Verification
+    processed_logits: Tensor | None
+
+    @property
+    def raw_logits(self) -> Tensor:
+        """``(B, N+1, V)``; what the target predicted where token *j* was chosen."""
+        return along_path(self.output.logits, self.verification)
+
+
+class ProcessLogits(Protocol):
+    """Changes the logits before they are judged."""
+
+    def __call__(self, logits: Tensor, nodes: Tensor, *, draft: Draft, emitted: Sequence[Sequence[int]]) -> Tensor:
+        """Process the logits after one node of each row.
+
+        Args:
+            logits: ``(B, V)``, as the target gave them; not to be written to.
+            nodes: ``(B,) int64`` node of each row; −1 where the result is not read.
+            draft: the tree that the nodes belong to.
+            emitted: the tokens of each row so far. The last of them is the root of the draft; right after the prompts
+                there is none, and the root is the last prompt token. So a node's context is the prompt, ``emitted``,
+                and the path below the root.
+
+        Returns:
+            ``(B, V)``.
+        """
+        ...
+
+
+StopRule = Callable[[Step], Sequence[int | None]]
 
 
 def decode(
@@ -75,11 +101,9 @@ def decode(
         eos_ids: ids that end a row.
         temperature: of all rows or ``(B,)``; 0 decodes greedily. It divides the processed logits.
         seeds: ``(B,) int64``; zeros when None.
-        process_logits: ``(logits (B, T, V), draft, emitted) → logits (B, T, V)``; ``emitted`` lists the tokens of each
-            row so far, the last of which is the root of the draft (right after the prompts there is none, and the root
-            is the last prompt token). Node *i*'s context is the prompt, ``emitted`` and the path from the root to *i*.
-        stop: ``tokens → cuts``; is given what each row is about to emit, once in a step, and says for each row None
-            (go on) or *n* (end it after the first *n* of these tokens).
+        process_logits: changes the logits; is called for the nodes that decide, see `verify_processed`.
+        stop: is given each step before it is emitted, and says for each row None (go on) or *n* (end it after the
+            first *n* of its tokens in this step).
         stats: is filled in place.
 
     Yields:
@@ -94,7 +118,7 @@ def decode(
         >>> rows = [list(chain(*parts)) for parts in zip(*(step.tokens for step in steps))]
     """
     limits = _checked_limits(target, drafter, prompt_ids, prompt_len, max_new_tokens)
-    rows = _Rows(limits, frozenset(eos_ids), stop, DecodeStats() if stats is None else stats)
+    rows = _Rows(limits, frozenset(eos_ids), DecodeStats() if stats is None else stats)
     clock = PhaseClock(rows.stats, prompt_ids.device)
     if not isinstance(temperature, Tensor):
         temperature = torch.full(prompt_len.shape, temperature, dtype=torch.float32, device=prompt_ids.device)
@@ -104,13 +128,20 @@ def decode(
         check_shape("decode", name, tensor, prompt_len.shape)
 
     def judge(draft: Draft, output: TargetOutput, root_position: Tensor) -> Step:
-        logits = output.logits if process_logits is None else process_logits(output.logits, draft, rows.emitted)
-        uniforms = uniforms_at(seeds, root_position, draft.ids.shape[1])
-        verification = acceptance(draft, logits, temperature, uniforms)
+        question = (draft, output.logits, temperature, uniforms_at(seeds, root_position, draft.ids.shape[1]))
+        if process_logits is None:
+            verification, processed = acceptance(*question), None
+        else:
+            process = partial(process_logits, draft=draft, emitted=rows.emitted)
+            verification, processed = verify_processed(acceptance, *question, process)
         decided = torch.cat([verification.num_accepted[:, None], verification.output_ids], dim=1).tolist()
         clock.lap("verify")
-        tokens = rows.take(decided)
-        return Step(tokens, list(rows.finished), list(rows.failed), draft, output, logits, verification)
+        rows.take(decided)
+        step = Step(rows.tokens, rows.finished, rows.failed, draft, output, verification, processed)
+        if stop is not None:
+            rows.cut(stop(step))
+        rows.book()
+        return step
 
     return _steps(target, drafter, prompt_ids, prompt_len, judge, rows, clock)
 
@@ -156,28 +187,30 @@ def _steps(
 
 
 class _Rows:
-    """What each row has emitted, and the rules that end it; all on the host."""
+    """What each row has emitted, and the rules that end it; all on the host.
 
-    def __init__(self, limits: list[int], eos_ids: frozenset[int], stop: StopRule | None, stats: DecodeStats):
-        self.limits, self.eos_ids, self.stop, self.stats = limits, eos_ids, stop, stats
+    ``tokens``, ``finished``, ``failed`` and ``num_accepted`` are those of the present step, in lists of its own.
+    """
+
+    def __init__(self, limits: list[int], eos_ids: frozenset[int], stats: DecodeStats):
+        self.limits, self.eos_ids, self.stats = limits, eos_ids, stats
         self.emitted: list[list[int]] = [[] for _ in limits]
         self.tokens: list[list[int]] = [[] for _ in limits]
         self.finished = [False] * len(limits)
         self.failed = [False] * len(limits)
+        self.num_accepted: dict[int, int] = {}
 
-    def take(self, decided: list[list[int]]) -> list[list[int]]:
-        """Let each row emit what its rules allow of ``[num_accepted, *output_ids]``, and end it where they say."""
+    def take(self, decided: list[list[int]]) -> None:
+        """Give each row what its limit and the EOS ids allow of ``[num_accepted, *output_ids]``."""
         running = [row for row, finished in enumerate(self.finished) if not finished]
         self.tokens = [[] for _ in self.limits]
+        self.finished, self.failed = list(self.finished), list(self.failed)
+        self.num_accepted = {row: decided[row][0] for row in running}
         for row in running:
-            count, *ids = decided[row]
+            ids = decided[row][1 : decided[row][0] + 2]
             self.failed[row] = ids[0] < 0
-            self.tokens[row] = [] if self.failed[row] else self._allowed(row, ids[: count + 1])
-        self._apply_stop_rule(running)
-        self._count(running, decided)
-        for row in running:
-            self.emitted[row] += self.tokens[row]
-        return self.tokens
+            self.tokens[row] = [] if self.failed[row] else self._allowed(row, ids)
+            self.finished[row] |= self.failed[row]
 
     def _allowed(self, row: int, ids: list[int]) -> list[int]:
         """Cut the ids at the row's limit and behind its first EOS."""
@@ -186,19 +219,22 @@ class _Rows:
         self.finished[row] = eos is not None or len(ids) >= room
         return ids[:room] if eos is None else ids[: eos + 1]
 
-    def _apply_stop_rule(self, running: list[int]) -> None:
-        cuts = self.stop(self.tokens) if self.stop else [None] * len(self.tokens)
-        for row in running:
-            if cuts[row] is not None:
-                self.tokens[row] = self.tokens[row][: cuts[row]]
-            self.finished[row] = self.finished[row] or self.failed[row] or cuts[row] is not None
+    def cut(self, cuts: Sequence[int | None]) -> None:
+        """End rows as the stop rule says."""
+        for row, cut in enumerate(cuts):
+            if cut is not None:
+                del self.tokens[row][cut:]
+                self.finished[row] = True
 
-    def _count(self, running: list[int], decided: list[list[int]]) -> None:
-        self.stats.num_tokens += sum(map(len, self.tokens))
+    def book(self) -> None:
+        """Append the step's tokens to what the rows emitted, and count them."""
         if any(self.emitted):
-            self.stats.count_step([min(decided[row][0], len(self.tokens[row])) for row in running])
+            self.stats.count_step([min(n, len(self.tokens[row])) for row, n in self.num_accepted.items()])
         else:
-            self.stats.num_rows += len(running)
+            self.stats.num_rows += len(self.num_accepted)
+        self.stats.num_tokens += sum(map(len, self.tokens))
+        for emitted, tokens in zip(self.emitted, self.tokens, strict=True):
+            emitted += tokens
 
     def pending(self, device: torch.device) -> Tensor:
         """Return the last token of each row, ``(B,) int64``; 0, a token that nobody reads, for a row without any."""

@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
-from specdec_kernels.decoding import DecodeStats, GreedyAcceptance, RejectionAcceptance, decode
+from specdec_kernels.decoding import DecodeStats, GreedyAcceptance, RejectionAcceptance, TypicalAcceptance, decode
 from specdec_kernels.tree import DraftTree
 
 from .toy import POISON, CheatingDrafter, ToyTarget, draft_of, pad
@@ -122,8 +122,8 @@ def test_a_stop_rule_sees_every_token_once_and_cuts(cut):
     target, drafter, plain = make()
     seen = [[] for _ in PROMPTS]
 
-    def stop(tokens):
-        for row, new in enumerate(tokens):
+    def stop(step):
+        for row, new in enumerate(step.tokens):
             seen[row] += new
         return [None, cut if len(seen[1]) > 1 else None, None]
 
@@ -175,7 +175,7 @@ def test_a_row_with_nan_logits_ends_alone():
     target, drafter, plain = make()
     broken = {"row": 1, "after": 3}
 
-    def process(logits, draft, emitted):
+    def process(logits, nodes, *, draft, emitted):
         if len(emitted[broken["row"]]) >= broken["after"]:
             logits = logits.clone()
             logits[broken["row"]] = math.nan
@@ -196,16 +196,15 @@ def test_processed_logits_are_the_ones_judged_and_know_every_context():
         logits[context[-2:]] = -math.inf
         return logits
 
-    def process(logits, draft, emitted):
+    def process(logits, nodes, *, draft, emitted):
         logits = logits.clone()
         parents = draft.parents[0].tolist()
-        for row in range(len(prompts)):
-            for node in range(draft.ids.shape[1]):
-                path, at = [], node
-                while at > 0:
-                    path.insert(0, int(draft.ids[row, at]))
-                    at = parents[at]
-                forbid(prompts[row] + list(emitted[row]) + path, logits[row, node])
+        for row, at in enumerate(nodes.tolist()):
+            path = []
+            while at > 0:
+                path.insert(0, int(draft.ids[row, at]))
+                at = parents[at]
+            forbid(prompts[row] + list(emitted[row]) + path, logits[row])
         return logits
 
     expected = []
@@ -221,13 +220,18 @@ def test_processed_logits_are_the_ones_judged_and_know_every_context():
     assert stats.mean_accepted > 2
 
 
-def test_emitted_tokens_are_chosen_from_the_logits_the_step_names():
+@pytest.mark.parametrize("acceptance", [GreedyAcceptance(), TypicalAcceptance()], ids=["walk", "all nodes"])
+def test_emitted_tokens_are_chosen_from_the_logits_the_step_names(acceptance):
     target, drafter, _ = make()
-    for step in run(target, drafter)[0]:
-        nodes = torch.nn.functional.pad(step.verification.accepted, (1, 0))
+
+    def process(logits, nodes, *, draft, emitted):
+        return -logits
+
+    for step in run(target, drafter, acceptance=acceptance, process_logits=process)[0]:
         for row, tokens in enumerate(step.tokens):
             for j, token in enumerate(tokens):
-                assert int(step.logits[row, nodes[row, j]].argmax()) == token
+                assert torch.equal(step.processed_logits[row, j], -step.raw_logits[row, j])
+                assert int(step.processed_logits[row, j].argmax()) == token
 
 
 @pytest.mark.parametrize("tree", [DraftTree.chain(2), BRANCHY], ids=["chain2", "tree"])
