@@ -11,6 +11,10 @@
 
 namespace specdec {
 
+// What the CPU and the CUDA kernels of an op must look like: the argument types of its schema.
+using KvCompact = void(std::vector<Tensor>, Tensor, Tensor, Tensor);
+using PagedKvCompact = void(std::vector<Tensor>, Tensor, Tensor, Tensor, Tensor);
+
 inline IndexMatrix as_index_matrix(const Tensor& tensor) {
   return {static_cast<const int32_t*>(tensor.const_data_ptr()), tensor.stride(0),
           tensor.dim() > 1 ? tensor.stride(1) : 0};

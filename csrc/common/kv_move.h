@@ -64,8 +64,9 @@ SPECDEC_HOST_DEVICE int64_t row_offset(const Layout& layout, const Paths& paths,
   if constexpr (kPaged) {
     const uint32_t column = position / layout.inner_size;
     if (column >= paths.max_pages) return -1;
-    const int32_t page = paths.block_table.at(sequence, column);
-    if (page < 0 || static_cast<uint32_t>(page) >= layout.outer_size) return -1;
+    // A negative page wraps to a number no cache has.
+    const uint32_t page = static_cast<uint32_t>(paths.block_table.at(sequence, column));
+    if (page >= layout.outer_size) return -1;
     return page * layout.outer_stride + static_cast<int64_t>(position % layout.inner_size) * layout.inner_stride;
   } else {
     if (position >= layout.inner_size) return -1;
@@ -75,25 +76,30 @@ SPECDEC_HOST_DEVICE int64_t row_offset(const Layout& layout, const Paths& paths,
 
 // Moves one lane along the path of one sequence. `copy(lane, source, target)` is given kInFlight offsets at a time and
 // must read all sources before it writes a target, or go in order; a source of -1 means that nothing is to be moved.
+// The nodes are read before it is known how many of them count, so that a GPU waits once for both.
 template <bool kPaged, int kInFlight, class Copy>
 SPECDEC_HOST_DEVICE void move_lane(char* lane, const Layout& layout, const Paths& paths, uint32_t sequence,
                                    const Copy& copy) {
-  const int32_t wanted = paths.num_accepted.at(sequence, 0);
-  const int32_t count = wanted < paths.max_accepted ? wanted : paths.max_accepted;
+  const int32_t count = paths.num_accepted.at(sequence, 0);
   const int32_t prefix = paths.prefix_len.at(sequence, 0);
-  if (prefix < 0) return;
-  for (int32_t first = 0; first < count; first += kInFlight) {
+  for (int32_t first = 0; first < paths.max_accepted; first += kInFlight) {
+    int32_t node[kInFlight];
+    SPECDEC_UNROLL
+    for (int32_t j = 0; j < kInFlight; ++j) {
+      node[j] = first + j < paths.max_accepted ? paths.accepted.at(sequence, first + j) : 0;
+    }
+    if (prefix < 0 || first >= count) return;
     int64_t source[kInFlight], target[kInFlight];
     SPECDEC_UNROLL
     for (int32_t j = 0; j < kInFlight; ++j) {
       const int32_t step = first + j + 1;
-      const int32_t node = step <= count ? paths.accepted.at(sequence, step - 1) : 0;
       source[j] = target[j] = -1;
-      if (node > step) {
+      if (step <= count && node[j] > step) {
         const uint32_t start = static_cast<uint32_t>(prefix);
         target[j] = row_offset<kPaged>(layout, paths, sequence, start + static_cast<uint32_t>(step));
-        source[j] =
-            target[j] < 0 ? -1 : row_offset<kPaged>(layout, paths, sequence, start + static_cast<uint32_t>(node));
+        if (target[j] >= 0) {
+          source[j] = row_offset<kPaged>(layout, paths, sequence, start + static_cast<uint32_t>(node[j]));
+        }
       }
     }
     copy(lane, source, target);

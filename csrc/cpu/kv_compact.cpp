@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <type_traits>
 #include <vector>
 
 #include "common/kv_args.h"
@@ -28,6 +29,9 @@ void paged_kv_compact_cpu(std::vector<Tensor> caches, Tensor block_table, Tensor
   const std::vector<Cache> rows = read_caches(caches, accepted, true);
   compact_caches<true>(rows.data(), static_cast<int64_t>(rows.size()), paths, kParallelFor);
 }
+
+static_assert(std::is_same_v<decltype(kv_compact_cpu), KvCompact>);
+static_assert(std::is_same_v<decltype(paged_kv_compact_cpu), PagedKvCompact>);
 
 }  // namespace
 }  // namespace specdec
