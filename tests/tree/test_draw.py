@@ -45,6 +45,18 @@ def test_text_with_three_children_and_no_children():
     assert draw_text(DraftTree.from_choices([[0], [1], [4]])).split("\n") == ["0 ─┬─ 1:0", "   ├─ 2:1", "   └─ 3:4"]
 
 
+def test_text_keeps_the_trunk_beside_inner_branches():
+    tree = DraftTree.from_choices([[0], [1], [2], [0, 0], [1, 0], [1, 1], [2, 0], [2, 1], [1, 0, 0], [1, 0, 1]])
+    assert draw_text(tree).split("\n") == [
+        "0 ─┬─ 1:0 ─── 4:0",
+        "   ├─ 2:1 ─┬─ 5:0 ─┬─ 9:0",
+        "   │       │       └─ 10:1",
+        "   │       └─ 6:1",
+        "   └─ 3:2 ─┬─ 7:0",
+        "           └─ 8:1",
+    ]
+
+
 def test_wide_and_combining_characters_keep_the_columns():
     lines = draw_text(T1, labels=["根", "日本", "é", "x", "y", "z"]).split("\n")
     assert lines == ["根 ─┬─ 日本 ─┬─ x", "    │        └─ y", "    └─ é ────── z"]
