@@ -25,11 +25,9 @@ def is_kernel(node: ast.FunctionDef) -> bool:
 
 
 def body_lines(node: ast.FunctionDef) -> int:
-    """Count the lines of a function without its docstring, which is a contract and may be long."""
-    total = node.end_lineno - node.lineno + 1
-    if ast.get_docstring(node) is not None:
-        total -= node.body[0].end_lineno - node.body[0].lineno + 1
-    return total
+    """Count the lines of a function's body; the signature and the docstring are its contract and may be long."""
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
 
 
 def positional_arguments(node: ast.FunctionDef) -> int:
