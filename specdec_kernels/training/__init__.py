@@ -1,0 +1,28 @@
+"""Training of draft heads in plain torch: text from the model itself, cached hidden states, one trainer."""
+
+from .calibrate import measure_accuracies, save_accuracies
+from .data import GenerationOptions, generate_conversations, read_conversations
+from .generate import Conversation, Limits
+from .hidden import HiddenStates, cache_hidden_states
+from .losses import linear_cross_entropy, medusa_loss
+from .medusa import HeadOptions, train_heads, train_medusa
+from .trainer import Trainer, TrainerOptions
+
+__all__ = [
+    "Conversation",
+    "GenerationOptions",
+    "HeadOptions",
+    "HiddenStates",
+    "Limits",
+    "Trainer",
+    "TrainerOptions",
+    "cache_hidden_states",
+    "generate_conversations",
+    "linear_cross_entropy",
+    "measure_accuracies",
+    "medusa_loss",
+    "read_conversations",
+    "save_accuracies",
+    "train_heads",
+    "train_medusa",
+]

@@ -1,0 +1,183 @@
+"""One training loop for all draft heads: AdamW, warm-up and cosine, checkpoints that resume to the same loss."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """How to optimise.
+
+    Attributes:
+        epochs: passes over the rows; fractions are allowed.
+        batch_size: rows of one step.
+        lr: the highest learning rate, after warm-up.
+        final_lr: fraction of ``lr`` at the end of the cosine.
+        warmup: fraction of the steps that the learning rate rises.
+        weight_decay: of AdamW.
+        max_grad_norm: gradients are scaled down to it.
+        seed: of the row order.
+        log_every: steps averaged in one line of the curve.
+        save_every: steps between checkpoints; evaluations happen there too.
+    """
+
+    epochs: float = 4.0
+    batch_size: int = 512
+    lr: float = 1e-3
+    final_lr: float = 0.02
+    warmup: float = 0.03
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    log_every: int = 50
+    save_every: int = 500
+
+
+def learning_rate(step: int, num_steps: int, options: TrainerOptions) -> float:
+    """Return the rate of a step (from 0): linear warm-up to ``lr``, then half a cosine down to ``final_lr · lr``."""
+    warmup_steps = max(1, round(options.warmup * num_steps))
+    if step < warmup_steps:
+        return options.lr * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    floor = options.final_lr
+    return options.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+class RowOrder:
+    """Which rows a step sees: every epoch a new permutation, decided by seed and epoch alone (so a run can resume)."""
+
+    def __init__(self, rows: Tensor, batch_size: int, seed: int):
+        self.rows, self.batch_size, self.seed = rows, min(batch_size, len(rows)), seed
+        self.steps_per_epoch = max(1, len(rows) // self.batch_size)
+        self.epoch, self.order = -1, rows
+
+    def __getitem__(self, step: int) -> Tensor:
+        epoch, position = divmod(step, self.steps_per_epoch)
+        if epoch != self.epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self.epoch, self.order = epoch, self.rows[torch.randperm(len(self.rows), generator=generator)]
+        return self.order[position * self.batch_size : (position + 1) * self.batch_size]
+
+
+class Trainer:
+    """Train the parameters of a module on cached rows.
+
+    Args:
+        module: whose parameters with ``requires_grad`` are trained.
+        loss_of: given row numbers ``(n,)`` returns the loss and further numbers ``(…,)`` for the curve.
+        rows: row numbers to train on.
+        options: how to optimise.
+        folder: gets ``checkpoint.pt`` and ``training_curve.jsonl``; a checkpoint that is there is continued.
+        evaluate: called at every checkpoint; what it returns goes to the curve.
+    """
+
+    def __init__(
+        self, module: nn.Module, loss_of: Callable[[Tensor], tuple[Tensor, Tensor]], rows: Tensor,
+        options: TrainerOptions, folder: str | Path, evaluate: Callable[[], dict] | None = None,
+    ):  # fmt: skip
+        self.module, self.loss_of, self.options, self.evaluate = module, loss_of, options, evaluate
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.order = RowOrder(rows, options.batch_size, options.seed)
+        self.num_steps = max(1, round(options.epochs * self.order.steps_per_epoch))
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=options.lr, weight_decay=options.weight_decay)
+        self.step = 0
+        self.seconds = 0.0
+        self.window: list[list[float]] = []
+        self.curve = self.folder / "training_curve.jsonl"
+        self.checkpoint = self.folder / "checkpoint.pt"
+
+    def run(self, stop_after: int | None = None) -> None:
+        """Train to the end, or for ``stop_after`` more steps; go on from the checkpoint in the folder, if any.
+
+        Raises:
+            ValueError: the checkpoint was made with other options.
+        """
+        self._resume()
+        last = self.num_steps if stop_after is None else min(self.num_steps, self.step + stop_after)
+        with tqdm(total=self.num_steps, initial=self.step, unit="step", desc="training") as bar:
+            while self.step < last:
+                started = time.perf_counter()
+                numbers = self._one_step()
+                self.seconds += time.perf_counter() - started
+                self.window.append(numbers)
+                self.step += 1
+                bar.update(1)
+                if self.step % self.options.log_every == 0 or self.step == self.num_steps:
+                    bar.set_postfix(loss=f"{self._log():.3f}")
+                if self.step % self.options.save_every == 0 or self.step == self.num_steps:
+                    self._save()
+
+    def _one_step(self) -> list[float]:
+        rate = learning_rate(self.step, self.num_steps, self.options)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss, numbers = self.loss_of(self.order[self.step])
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, self.options.max_grad_norm)
+        self.optimizer.step()
+        return [float(loss.detach()), *numbers.tolist()]
+
+    def _log(self) -> float:
+        loss, *numbers = (sum(column) / len(column) for column in zip(*self.window, strict=True))
+        rate = learning_rate(self.step - 1, self.num_steps, self.options)
+        self._append({"step": self.step, "loss": loss, "head_losses": numbers, "lr": rate, "seconds": self.seconds})
+        self.window = []
+        return loss
+
+    def _append(self, entry: dict) -> None:
+        rounded = {k: _rounded(v) for k, v in entry.items()}
+        with open(self.curve, "a", encoding="utf-8") as file:
+            file.write(json.dumps(rounded) + "\n")
+
+    def _save(self) -> None:
+        if self.evaluate is not None:
+            self._append({"step": self.step, **self.evaluate()})
+        state = {
+            "step": self.step, "num_steps": self.num_steps, "seconds": self.seconds, "window": self.window,
+            "options": asdict(self.options), "num_rows": len(self.order.rows),
+            "module": self.module.state_dict(), "optimizer": self.optimizer.state_dict(),
+        }  # fmt: skip
+        temporary = self.checkpoint.with_suffix(".tmp")
+        torch.save(state, temporary)
+        os.replace(temporary, self.checkpoint)
+
+    def _resume(self) -> None:
+        if self.step or not self.checkpoint.exists():
+            if not self.step:
+                self.curve.unlink(missing_ok=True)
+            return
+        state = torch.load(self.checkpoint, map_location=self.parameters[0].device, weights_only=True)
+        wanted = {"num_steps": self.num_steps, "options": asdict(self.options), "num_rows": len(self.order.rows)}
+        different = [name for name, value in wanted.items() if state[name] != value]
+        if different:
+            raise ValueError(f"{self.checkpoint} was made with other {', '.join(different)}; remove it to start over")
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds, self.window = state["step"], state["seconds"], state["window"]
+        kept = [line for line in self._curve_lines() if line["step"] <= self.step]
+        self.curve.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    def _curve_lines(self) -> Iterable[dict]:
+        for line in self.curve.read_text().splitlines() if self.curve.exists() else ():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+def _rounded(value):
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -1,0 +1,56 @@
+import json
+
+import pytest
+
+from specdec_kernels.cli.__main__ import main
+from specdec_kernels.modules.medusa import MedusaHeads
+from specdec_kernels.tree import DraftTree
+
+from ..training.tiny import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def arguments(model, out, *more):
+    sizes = (
+        "--tokens 400 --user-len 4 --answer-len 12 --slots 8 --num-heads 3 --head-layers 2 --epochs 1 --batch-size 64"
+    )
+    return ["train", "medusa", "--model", model, "--out", str(out), "--dtype", "float32", *sizes.split(), *more]
+
+
+def test_two_commands_make_heads_and_their_tree(tiny, tmp_path, capsys):
+    out = tmp_path / "heads"
+    assert main(arguments(tiny, out, "--draft-vocab", "20")) == 0
+    printed = capsys.readouterr().out
+    assert "hidden states:" in printed
+    assert "MB in" in printed
+    assert "top-10" in printed
+    assert main(["tree", "optimize", "--heads", str(out), "--nodes", "6"]) == 0
+    heads, tree = MedusaHeads.from_pretrained(out), DraftTree.load(out / "tree.json")
+    assert (heads.num_heads, heads.num_layers, heads.num_rows, heads.vocab_size) == (3, 2, 20, 30)
+    assert tree.num_nodes == 6
+    assert tree.max_depth <= 3
+    assert json.loads((out / "accuracy.json").read_text())["command"].startswith("specdec-kernels ")
+    assert {p.name for p in out.iterdir()} == {
+        *("medusa_lm_head.safetensors", "config.json", "accuracy.json", "training_curve.jsonl", "tree.json")
+    }
+
+
+def test_prompts_from_a_file(tiny, tmp_path):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("\n".join(json.dumps({"turns": [f"w{i % 24} w{i // 24}"]}) for i in range(60)))
+    assert main(arguments(tiny, tmp_path / "heads", "--data", str(data))) == 0
+    work = tmp_path / "heads.work"
+    prompts = [json.loads(x)["prompt"] for x in (work / "conversations-0.jsonl").read_text().split()]
+    assert all(p[:2] == [1, 4] for p in prompts)
+
+
+def test_errors_are_one_line(tiny, tmp_path, capsys):
+    out = tmp_path / "heads"
+    assert main(arguments(tiny, out, "--data", str(tmp_path / "none.jsonl"))) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+    assert main(arguments(tiny, out, "--seed", "3")) == 2
+    assert "another" in capsys.readouterr().err.splitlines()[-1]
