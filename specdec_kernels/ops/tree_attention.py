@@ -115,7 +115,7 @@ def tree_attention(
     2401.10774, §2.1.2).
     """
     op = "tree_attention"
-    check_tensor(op, "q", q)
+    check_shape(op, "q", q, ("B", "T", "Hq", "D"))
     check_shape(op, "k_cache", k_cache, (q.shape[0], "S", "Hk", q.shape[-1]))
     _check_attention(op, q, k_cache, v_cache, tree_mask, prefix_len)
     _check_options(op, q, k_cache, softcap, window, sinks, k_scale, v_scale)
@@ -176,7 +176,7 @@ def paged_tree_attention(
         torch.Size([1, 1, 4, 8])
     """
     op = "paged_tree_attention"
-    check_tensor(op, "q", q)
+    check_shape(op, "q", q, ("B", "T", "Hq", "D"))
     check_shape(op, "k_cache", k_cache, ("pages", "page", "Hk", q.shape[-1]))
     _check_attention(op, q, k_cache, v_cache, tree_mask, prefix_len)
     _check_options(op, q, k_cache, softcap, window, sinks, k_scale, v_scale)
@@ -193,7 +193,6 @@ def paged_tree_attention(
 
 
 def _check_attention(op: str, q, k_cache, v_cache, tree_mask, prefix_len) -> None:
-    check_shape(op, "q", q, ("B", "T", "Hq", "D"))
     batch, num_nodes, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     check_shape(op, "v_cache", v_cache, (*k_cache.shape[:3], "Dv"))
