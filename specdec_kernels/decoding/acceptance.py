@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..ops.verify import verify_chain, verify_tree, verify_tree_greedy, verify_tree_typical
+from ..reference._verify_probs import greedy_rows
 from ..types import Verification
 from .protocols import Draft
 
@@ -110,3 +112,28 @@ def _trim(verification: Verification, draft: Draft) -> Verification:
     output_ids, num_accepted, accepted = verification
     longest = draft.max_depth
     return Verification(output_ids[:, : longest + 1].contiguous(), num_accepted, accepted[:, :longest].contiguous())
+
+
+def emitted_logprobs(verification: Verification, target_logits: Tensor, temperature: Tensor) -> Tensor:
+    """Return the target's log-probability of every emitted token.
+
+    Always log p of the row that the token was chosen from, never of the residual: a recovered token has the probability
+    that plain sampling would have given it.
+
+    Args:
+        verification: of this step.
+        target_logits: ``(B, T, V)``, as they were judged.
+        temperature: ``(B,) fp32``; greedy rows (below 1e-5) are taken at temperature 1.
+
+    Returns:
+        ``(B, N+1)``, fp32 or the logits' wider dtype; NaN behind the last emitted token.
+    """
+    output_ids, _, accepted = verification
+    # The root chose the first token, each accepted node the one after it.
+    rows = torch.nn.functional.pad(accepted.clamp(min=0).long(), (1, 0))
+    logits = target_logits[torch.arange(rows.shape[0], device=rows.device)[:, None], rows]
+    divisor = torch.where(greedy_rows(temperature), 1.0, temperature)[:, None, None]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logprobs = torch.log_softmax(logits.to(dtype) / divisor.to(dtype), -1)
+    chosen = logprobs.gather(2, output_ids.clamp(min=0)[..., None])[..., 0]
+    return chosen.masked_fill(output_ids < 0, torch.nan)

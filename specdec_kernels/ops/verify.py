@@ -86,7 +86,7 @@ def verify_chain(
     Args:
         draft_ids: ``(B, N) int64``, ids of the target's vocabulary, N >= 0.
         target_logits: ``(B, N+1, V)``, V >= 1; otherwise as in `verify_tree`.
-        draft_logits: ``(B, N, V)``, or None for deterministic drafts; otherwise as in `verify_tree`.
+        draft_logits: ``(B, N, V)``, or None for chosen drafts; otherwise as in `verify_tree`.
         temperature: ``(B,) fp32``, as in `verify_tree`.
         uniforms: ``(B, N+1)`` fp32 or fp64 in [0, 1).
         draft_len: ``(B,) int32`` in [0, N], drafts in use of each row; None: all. Nothing behind them is looked at.
@@ -162,9 +162,9 @@ def verify_tree(
             free. ``-inf`` is a filtered token. A row that is needed but has no finite maximum (NaN, +inf, only -inf)
             makes its batch row unreadable. Rows that are not needed are not looked at.
         draft_logits: ``(B, T, V)``, same dtypes; row i: what node i's children were drawn from, in the precision that
-            it was drawn with, filtered in the same way. **None says that no draft was drawn at random** (top-k
-            candidates, n-grams); with None for sampled drafts the result is not exact. A draft with ``q(x) == 0``
-            cannot have been drawn and is judged as deterministic.
+            it was drawn with, filtered in the same way. **None says that the drafts were chosen, not drawn** (top-k
+            candidates, n-grams). None for drawn drafts is exact but accepts fewer; logits for chosen drafts are not
+            exact. A draft with ``q(x) == 0`` cannot have been drawn and is judged as chosen.
         temperature: ``(B,) fp32``, finite, >= 0; divides target and draft logits. Below 1e-5 the row is greedy: the
             draft that is the target's argmax (the lowest, if several) is accepted; draft_logits and uniforms are not
             looked at. For drafts drawn at another temperature t scale the draft logits by ``temperature / t``.
@@ -172,7 +172,8 @@ def verify_tree(
             0 makes the final draw.
         num_nodes: ``(B,) int32`` in [0, T], nodes in use of each row; None: all; 0 counts as 1. Nothing behind them is
             looked at.
-        with_replacement: siblings were drawn independently, so q stays as it is. Default: without replacement.
+        with_replacement: siblings were drawn independently of each other: q stays as it is, and more are accepted.
+            Default: without replacement, exact for both.
         draft_vocab_map: ``(V',) int64`` offsets for a draft vocabulary of its own, as EAGLE-3's ``d2t``: draft_logits
             are ``(B, T, V')`` and their column j is the target's id ``j + draft_vocab_map[j]``, in [0, V).
 

@@ -31,18 +31,14 @@ def target_probs(logits: Tensor, node: Tensor, temperature: Tensor) -> Tensor:
     return probs
 
 
-def draft_probs(
-    logits: Tensor | None, node: Tensor, temperature: Tensor, vocab: int, vocab_map: Tensor | None
-) -> Tensor | None:
+def draft_probs(logits: Tensor, node: Tensor, temperature: Tensor, vocab: int, vocab_map: Tensor | None) -> Tensor:
     """Return the q from which the children of ``node`` were drawn, over the target's vocabulary, ``(B, V)``.
 
-    None when all drafts were deterministic; zero for greedy rows, whose drafts are judged as deterministic ones.
+    Zero for greedy rows: what they draft is judged as chosen, not drawn.
     """
-    if logits is None:
-        return None
     # A leaf has no children and a chain's last node no row: which one is read there does not matter.
     probs = _softmax(_row(logits, node.clamp(max=logits.shape[1] - 1)), temperature)
-    probs = probs.masked_fill(greedy_rows(temperature)[:, None], 0.0)
+    probs.masked_fill_(greedy_rows(temperature)[:, None], 0.0)
     if vocab_map is None:
         return probs
     ids = torch.arange(vocab_map.shape[0], device=vocab_map.device) + vocab_map

@@ -44,7 +44,7 @@ def verify_tree_ref(
     current = torch.zeros_like(ids[:, 0])
     children = usable & (parents == 0)
     p = target_probs(target_logits, current, temperature)
-    q = draft_probs(draft_logits, current, temperature, vocab, draft_vocab_map)
+    q = None if draft_logits is None else draft_probs(draft_logits, current, temperature, vocab, draft_vocab_map)
     unreadable = p[:, 0].isnan()
     taken = torch.zeros_like(usable)
     for node in range(1, ids.shape[1]):
@@ -68,8 +68,8 @@ def verify_tree_ref(
             children = usable & (parents == current[:, None])
             p = torch.where(accepted[:, None], target_probs(target_logits, current, temperature), p)
             unreadable = unreadable | p[:, 0].isnan()
-            next_q = draft_probs(draft_logits, current, temperature, vocab, draft_vocab_map)
-            if q is not None and next_q is not None:
+            if draft_logits is not None and q is not None and needed(accepted & children.any(1)):
+                next_q = draft_probs(draft_logits, current, temperature, vocab, draft_vocab_map)
                 q = torch.where(accepted[:, None], next_q, q)
     return _results(taken, ids, draw(p, uniforms[:, 0]), unreadable)
 
@@ -132,7 +132,8 @@ def _verify_block(
         at = torch.full_like(chain_len, node)
         p = target_probs(target_logits, at, temperature)
         x = tokens[:, min(node + 1, ids.shape[1] - 1), None]
-        law = drafted_from(draft_probs(draft_logits, at, temperature, vocab, draft_vocab_map), p, x)
+        q = None if draft_logits is None else draft_probs(draft_logits, at, temperature, vocab, draft_vocab_map)
+        law = drafted_from(q, p, x)
         law_x = law.gather(1, x)[:, 0]
         unreadable = unreadable | (inside & p[:, 0].isnan()) | (inside & ~is_last & law_x.isnan())
 
