@@ -153,6 +153,9 @@ def check(case: Case, result: tuple[Tensor, Tensor]) -> None:
     assert out.dtype == case.q.dtype
     assert out.is_contiguous()
     assert lse.is_contiguous()
+    if out.dtype == torch.float64:  # as exact as the reference itself
+        torch.testing.assert_close((out.cpu(), lse.cpu()), (exact_out, exact_lse))
+        return
     plain_out, plain_lse = plain_torch(case)
     assert_close_to_baseline(out.cpu(), exact_out, plain_out)
     assert_close_to_baseline(lse.cpu(), exact_lse, plain_lse)
