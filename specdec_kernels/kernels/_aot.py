@@ -1,0 +1,164 @@
+"""Compile a launch for a GPU that is not here, and read from the machine code what it will need.
+
+A launcher is called as in production, with CPU tensors; inside `compile_only` its kernels are compiled with the very
+signature, constants and alignments that Triton would use, and are not launched. ``cuobjdump``, which comes in the
+triton wheel, gives registers and instructions; AMD's assembly carries its own.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from . import _common
+
+_CUDA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The limits of one multiprocessor (compute unit) that bound how many programs run on it at once."""
+
+    target: GPUTarget
+    device: _common.Device
+    shared_bytes: int  # that one program may take
+    shared_bytes_total: int
+    registers: int  # 32-bit ones of all lanes
+    max_warps: int
+    max_programs: int
+    register_unit: int  # registers per warp are handed out in multiples of this
+
+
+def _nvidia(capability: int, multiprocessors: int, shared_kb: int) -> Architecture:
+    device = _common.Device((f"sm_{capability}", "default"), multiprocessors, capability >= 89)
+    shared = shared_kb * 1024
+    return Architecture(GPUTarget("cuda", capability, 32), device, shared, shared + 1024, 65536, 64, 32, 256)
+
+
+def _amd(name: str, multiprocessors: int, shared_kb: int) -> Architecture:
+    device = _common.Device((name, "hip", "default"), multiprocessors, name == "gfx950")
+    shared = shared_kb * 1024
+    return Architecture(GPUTarget("hip", name, 64), device, shared, shared, 131072, 32, 32, 512)
+
+
+ARCHITECTURES = {
+    "sm_80": _nvidia(80, 108, 163),
+    "sm_90": _nvidia(90, 132, 227),
+    "sm_100": _nvidia(100, 148, 227),
+    "gfx942": _amd("gfx942", 304, 64),
+    "gfx950": _amd("gfx950", 256, 160),
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled kernel: what it needs of a multiprocessor, and its instructions."""
+
+    name: str
+    architecture: str
+    num_warps: int
+    registers: int  # of one lane
+    spill_bytes: int  # stack (scratch) of one lane; spills live there
+    shared_bytes: int
+    instructions: Counter[str] = field(repr=False)
+
+    @property
+    def programs_per_multiprocessor(self) -> int:
+        """Return how many programs one multiprocessor holds at once."""
+        limits = ARCHITECTURES[self.architecture]
+        lanes = limits.target.warp_size
+        unit = limits.register_unit
+        per_warp = -(-self.registers * lanes // unit) * unit
+        by_registers = limits.registers // per_warp // self.num_warps
+        reserved = 1024 if limits.target.backend == "cuda" else 0
+        by_shared = limits.shared_bytes_total // max(self.shared_bytes + reserved, 1)
+        return min(by_registers, by_shared, limits.max_warps // self.num_warps, limits.max_programs)
+
+    def count(self, pattern: str) -> int:
+        """Count the instructions whose whole text (name and modifiers) matches a regular expression."""
+        return sum(n for text, n in self.instructions.items() if re.fullmatch(pattern, text))
+
+
+class _NoDevice:
+    """What Triton asks of a driver when it compiles."""
+
+    def __init__(self, target: GPUTarget):
+        self._target = target
+        self.utils = SimpleNamespace()
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> str:
+        return f"{self._target.backend}-{self._target.arch}"
+
+    def get_current_stream(self, _device=None) -> int:
+        return 0
+
+
+@contextmanager
+def compile_only(architecture: str) -> Iterator[list[Compiled]]:
+    """Compile every kernel launched inside for the architecture instead of launching it; yield the list of them."""
+    if not hasattr(triton.runtime.jit.JITFunction, "run") or triton.knobs.runtime.interpret:
+        raise RuntimeError("compile_only: the kernels are interpreted; unset TRITON_INTERPRET")
+    limits = ARCHITECTURES[architecture]
+    found: list[Compiled] = []
+    run, driver = triton.JITFunction.run, triton.runtime.driver
+    seen: set[int] = set()
+
+    def compile_instead(kernel, *args, grid, warmup, **options):
+        binary = run(kernel, *args, grid=grid, warmup=True, **options)
+        if id(binary) not in seen:
+            seen.add(id(binary))
+            found.append(_inspect(kernel.fn.__name__, architecture, binary))
+        return binary
+
+    before = driver._active
+    driver.set_active(_NoDevice(limits.target))
+    triton.JITFunction.run = compile_instead
+    try:
+        with _common.pretend_device(limits.device):
+            yield found
+    finally:
+        triton.JITFunction.run = run
+        driver._active = before
+
+
+def _inspect(name: str, architecture: str, binary) -> Compiled:
+    read = _inspect_amd if ARCHITECTURES[architecture].target.backend == "hip" else _inspect_nvidia
+    registers, spill_bytes, instructions = read(binary.asm)
+    return Compiled(
+        name, architecture, binary.metadata.num_warps, registers, spill_bytes, binary.metadata.shared, instructions
+    )
+
+
+def _inspect_nvidia(asm) -> tuple[int, int, Counter[str]]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        usage = _cuobjdump("--dump-resource-usage", file.name)
+        sass = _cuobjdump("-sass", file.name)
+    registers, stack = (int(re.search(rf"{key}:(\d+)", usage).group(1)) for key in ("REG", "STACK"))
+    return registers, stack, Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([\w.]+)", sass, re.MULTILINE))
+
+
+def _cuobjdump(*arguments: str) -> str:
+    return subprocess.run([_CUDA_TOOLS / "cuobjdump", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _inspect_amd(asm) -> tuple[int, int, Counter[str]]:
+    text = asm["amdgcn"]
+    facts = {
+        key: int(n)
+        for key, n in re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", text)
+    }
+    spills = facts["private_segment_fixed_size"] + 4 * facts["vgpr_spill_count"]
+    return facts["vgpr_count"], spills, Counter(re.findall(r"^\s+([a-z]\w+)", text, re.MULTILINE))

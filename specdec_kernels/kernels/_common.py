@@ -1,0 +1,79 @@
+"""What the Triton launchers share: facts of the device, launch parameters from ``configs/``, and the launch itself."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a launcher needs to know of a GPU.
+
+    Attributes:
+        names: keys of launch parameters, most special first: the device's name, its architecture, ``default``.
+        num_multiprocessors: how many programs run side by side at least.
+        has_fp8: whether Triton converts float8_e4m3fn there; elsewhere the kernels take the bytes apart.
+    """
+
+    names: tuple[str, ...]
+    num_multiprocessors: int
+    has_fp8: bool
+
+
+# For CPU tensors, that is under the interpreter: an H200's size, so that the same splits are tested.
+_INTERPRETED = Device(("default",), 132, True)
+_override: Device | None = None
+
+
+def device_of(tensor: Tensor) -> Device:
+    """Return the facts of a tensor's device."""
+    if _override is not None:
+        return _override
+    return _probe(tensor.device.index) if tensor.device.type == "cuda" else _INTERPRETED
+
+
+@contextmanager
+def pretend_device(device: Device) -> Iterator[None]:
+    """Let launchers choose parameters for another device than the tensors'; for ahead-of-time compilation and tests."""
+    global _override
+    before, _override = _override, device
+    try:
+        yield
+    finally:
+        _override = before
+
+
+@cache
+def _probe(index: int) -> Device:
+    facts = torch.cuda.get_device_properties(index)
+    name = re.sub(r"\W+", "_", facts.name)
+    if torch.version.hip is not None:
+        arch = facts.gcnArchName.partition(":")[0]
+        return Device((name, arch, "hip", "default"), facts.multi_processor_count, arch == "gfx950")
+    has_fp8 = (facts.major, facts.minor) >= (8, 9)
+    return Device((name, f"sm_{facts.major}{facts.minor}", "default"), facts.multi_processor_count, has_fp8)
+
+
+@cache
+def launch_parameters(stem: str, names: tuple[str, ...]) -> dict:
+    """Read ``configs/<stem>.<name>.json`` of the first name that has one."""
+    for name in names:
+        path = CONFIGS / f"{stem}.{name}.json"
+        if path.exists():
+            return json.loads(path.read_text())
+    raise RuntimeError(f"{stem}: no launch parameters for any of {names} in {CONFIGS.name}")
+
+
+def block(size: int) -> int:
+    """Return the power of two that holds ``size``, at least 16, the smallest side of a matrix instruction."""
+    return max(16, triton.next_power_of_2(size))

@@ -1,0 +1,448 @@
+"""Tree attention in Triton: one kernel for contiguous and paged caches, and the merge of its KV splits.
+
+A program owns one tile of packed rows (row ``r`` is node ``r // G`` and head ``r % G`` of a KV head's group) and one
+range of keys. Whole prefix tiles are scored without any mask; the tiles at the borders (the draft block, and the lower
+edge of a window) take a 64-bit word of visible keys for each row. ``docs/tree_attention.md`` draws it.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._registry import OPS
+from . import _common
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_LOWEST = tl.constexpr(-3.4028234e38)
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _popcount(x):
+    """Count the bits of 64-bit words."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((x * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def _depths(mask_ptr, nodes, ok, num_words):
+    """Return each node's depth: the number of bits of its mask row, less one."""
+    count = tl.zeros_like(nodes)
+    for word in range(num_words):
+        count += _popcount(tl.load(mask_ptr + nodes * num_words + word, mask=ok, other=0))
+    return count - 1
+
+
+@triton.jit
+def _visible_words(mask_ptr, nodes, ok, is_node, first, num_words):
+    """Return a word for each row: bit n is set iff the row sees key n of the tile that starts at draft key ``first``.
+
+    ``first`` is negative in a tile that starts in the prefix; the prefix is visible to every node.
+    """
+    word = tl.zeros_like(nodes) + (first >> 6)
+    offset = tl.zeros_like(nodes) + (first & 63)
+    shift = offset.to(tl.uint64)
+    row_ptr = mask_ptr + nodes * num_words + word
+    low = tl.load(row_ptr, mask=ok & (word >= 0) & (word < num_words), other=0).to(tl.uint64, bitcast=True)
+    straddles = ok & (offset > 0) & (word >= -1) & (word + 1 < num_words)
+    high = tl.load(row_ptr + 1, mask=straddles, other=0).to(tl.uint64, bitcast=True)
+    # Two shifts, because a shift by 64 is undefined when first is a multiple of 64.
+    words = (low >> shift) | ((high << 1) << (63 - shift))
+    num_prefix = tl.minimum(tl.maximum(-first, 0), 63).to(tl.uint64)
+    prefix = tl.where(first <= -64, ~tl.zeros_like(words), ((tl.zeros_like(words) + 1) << num_prefix) - 1)
+    return words | tl.where(is_node, prefix, 0)
+
+
+@triton.jit
+def _split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N: tl.constexpr):
+    """Return the first key that a batch row needs, the length of its splits, and how many it has."""
+    first = tl.zeros_like(prefix_len)
+    if window is not None:
+        first = tl.maximum(prefix_len + 1 - window, 0) // BLOCK_N * BLOCK_N
+    num_keys = prefix_len + num_nodes - first
+    wanted = tl.minimum(tl.maximum(num_keys // min_split_len, 1), num_splits)
+    split_len = tl.cdiv(tl.cdiv(num_keys, wanted), BLOCK_N) * BLOCK_N
+    return first, split_len, tl.cdiv(num_keys, split_len)
+
+
+@triton.jit
+def _row_offsets(table_ptr, start, rows, end, stride_page, stride_row, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the offsets of cache rows ``start + rows``; PAGE = 0 says that the cache is contiguous."""
+    if PAGE == 0:
+        return (start + rows).to(tl.int64) * stride_row
+    elif PAGE % BLOCK_N == 0:  # the tile lies in one page
+        page = tl.load(table_ptr + start // PAGE).to(tl.int64)
+        return page * stride_page + (start % PAGE + rows).to(tl.int64) * stride_row
+    else:
+        row = start + rows
+        page = tl.load(table_ptr + row // PAGE, mask=row < end, other=0).to(tl.int64)
+        return page * stride_page + (row % PAGE).to(tl.int64) * stride_row
+
+
+@triton.jit
+def _load_rows(ptr, offsets, dims, rows_ok, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load a (rows, BLOCK_D) tile; zero where a row is not wanted, or beyond the head dim."""
+    ptrs = ptr + offsets[:, None] + dims[None, :]
+    if rows_ok is None:
+        if D == BLOCK_D:
+            return tl.load(ptrs)
+        else:
+            return tl.load(ptrs, mask=(dims < D)[None, :], other=0)
+    else:
+        return tl.load(ptrs, mask=rows_ok[:, None] & (dims < D)[None, :], other=0)
+
+
+@triton.jit
+def _cached(x, dtype: tl.constexpr):
+    """Convert stored values to q's dtype, exactly. Bytes are float8_e4m3fn on a GPU that does not know it."""
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.uint16)
+        # As fp16 bits the exponent is 8 too small; subnormals come out right because the product is exact.
+        magnitude = (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True) * 256.0
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def _tanh(x):
+    """Return tanh to fp32 precision: a series near 0, where 1 − 2 / (exp 2x + 1) cancels."""
+    x2 = x * x
+    near = x * (1 + x2 * (-0.33333333 + x2 * (0.13333333 + x2 * (-0.05396825 + x2 * 0.02186949))))
+    far = 1 - 2 / (tl.exp2(x * (2 * _LOG2_E)) + 1)
+    return tl.where(x2 < 0.04, near, far)
+
+
+@triton.jit
+def _scores(q, k, scale, softcap, PRECISION: tl.constexpr):
+    """Return the scores of a tile in units of ln 2, so that exp2 serves."""
+    scores = tl.dot(q, tl.trans(_cached(k, q.dtype)), input_precision=PRECISION)
+    if softcap is None:
+        return scores * (scale * _LOG2_E)
+    else:
+        return _tanh(scores * (scale / softcap)) * (softcap * _LOG2_E)
+
+
+@triton.jit
+def _accumulate(acc, total, peak, scores, v, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Take one tile into the running softmax: ``acc = Σ exp2(s − peak) v``, ``total = Σ exp2(s − peak)``."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    decay = tl.exp2(peak - new_peak)
+    total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(dtype), _cached(v, dtype), acc * decay[:, None], input_precision=PRECISION)
+    return acc, total, new_peak
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("table_ptr", "mask_ptr", "prefix_len_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr"),
+        *("window", "num_nodes", "group_size", "num_splits", "min_split_len"),
+        *("stride_table_b", "stride_mask_b", "stride_k_scale", "stride_v_scale"),
+    ]
+)
+def _tree_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,  # (B, max_pages), None when PAGE = 0
+    mask_ptr,
+    prefix_len_ptr,
+    sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    partial_ptr,  # (B, num_splits, T, Hq, DV) fp32
+    partial_lse_ptr,  # (B, num_splits, T, Hq) fp32, base 2
+    scale,
+    softcap,
+    window,
+    num_nodes,
+    num_splits,
+    min_split_len,
+    group_size,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,  # of a page when PAGE > 0
+    stride_k_s,
+    stride_k_h,
+    stride_v_b,
+    stride_v_s,
+    stride_v_h,
+    stride_table_b,
+    stride_mask_b,
+    stride_k_scale,
+    stride_v_scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    num_row_tiles = tl.cdiv(num_nodes * group_size, BLOCK_M)
+    row_tile, split = tl.program_id(0) % num_row_tiles, tl.program_id(0) // num_row_tiles
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    prefix_len = tl.load(prefix_len_ptr + batch)
+    first, split_len, num_active = _split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N)
+    if split >= num_active:
+        return
+    start = first + split * split_len
+    end = tl.minimum(start + split_len, prefix_len + num_nodes)
+
+    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok = rows < num_nodes * group_size
+    nodes, q_heads = rows // group_size, head * group_size + rows % group_size
+    num_words = (num_nodes + 63) // 64
+    mask_ptr += batch * stride_mask_b
+    own_word = tl.load(mask_ptr + nodes * num_words + (nodes >> 6), mask=row_ok, other=0)
+    is_node = ((own_word >> (nodes & 63).to(tl.int64)) & 1) != 0
+
+    cols, dims, v_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    q_offsets = batch * stride_q_b + nodes.to(tl.int64) * stride_q_t + q_heads.to(tl.int64) * stride_q_h
+    q = _load_rows(q_ptr, q_offsets, dims, row_ok, D, BLOCK_D)
+    k_ptr += head.to(tl.int64) * stride_k_h
+    v_ptr += head.to(tl.int64) * stride_v_h
+    if PAGE == 0:
+        k_ptr += batch * stride_k_b
+        v_ptr += batch * stride_v_b
+    else:
+        table_ptr += batch * stride_table_b
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr + head * stride_k_scale).to(tl.float32)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    empty_lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if sinks_ptr is not None:
+        if split == 0:
+            empty_lse = tl.load(sinks_ptr + q_heads, mask=row_ok, other=0).to(tl.float32) * _LOG2_E
+            peak = empty_lse
+            total += 1
+
+    # Tiles in [plain_start, plain_end) are seen whole by every row.
+    plain_start, plain_end = start, tl.maximum(tl.minimum(prefix_len // BLOCK_N * BLOCK_N, end), start)
+    positions = prefix_len
+    if window is not None:
+        depths = _depths(mask_ptr, nodes, row_ok, num_words)
+        positions += depths
+        plain_start = tl.maximum(
+            tl.cdiv(tl.maximum(prefix_len + tl.max(depths, 0) + 1 - window, 0), BLOCK_N) * BLOCK_N, start
+        )
+        plain_start = tl.minimum(plain_start, plain_end)
+    for key in tl.range(plain_start, plain_end, BLOCK_N):
+        k_rows = _row_offsets(table_ptr, key, cols, end, stride_k_b, stride_k_s, PAGE, BLOCK_N)
+        v_rows = _row_offsets(table_ptr, key, cols, end, stride_v_b, stride_v_s, PAGE, BLOCK_N)
+        scores = _scores(q, _load_rows(k_ptr, k_rows, dims, None, D, BLOCK_D), scale, softcap, PRECISION)
+        v = _load_rows(v_ptr, v_rows, v_dims, None, DV, BLOCK_DV)
+        acc, total, peak = _accumulate(acc, total, peak, scores, v, q.dtype, PRECISION)
+
+    num_edge = (plain_start - start) // BLOCK_N
+    for tile in tl.range(num_edge + tl.cdiv(end - plain_end, BLOCK_N), num_stages=1):
+        key = tl.where(tile < num_edge, start + tile * BLOCK_N, plain_end + (tile - num_edge) * BLOCK_N)
+        words = _visible_words(mask_ptr, nodes, row_ok, is_node, key - prefix_len, num_words)
+        union = tl.reduce(words, 0, _or)
+        if union != 0:
+            # Keys that no row of the tile sees are not even loaded: they may be NaN.
+            key_ok = (((union >> cols.to(tl.uint64)) & 1) != 0) & (key + cols < end)
+            visible = ((words[:, None] >> cols[None, :].to(tl.uint64)) & 1) != 0
+            visible &= key_ok[None, :]
+            if window is not None:
+                draft = key + cols - prefix_len
+                key_depths = _depths(mask_ptr, draft, key_ok & (draft >= 0), num_words)
+                key_positions = tl.where(draft < 0, key + cols, prefix_len + key_depths)
+                key_ok &= key_positions > prefix_len - window
+                visible &= positions[:, None] - key_positions[None, :] < window
+            k_rows = _row_offsets(table_ptr, key, cols, end, stride_k_b, stride_k_s, PAGE, BLOCK_N)
+            v_rows = _row_offsets(table_ptr, key, cols, end, stride_v_b, stride_v_s, PAGE, BLOCK_N)
+            scores = _scores(q, _load_rows(k_ptr, k_rows, dims, key_ok, D, BLOCK_D), scale, softcap, PRECISION)
+            scores = tl.where(visible, scores, float("-inf"))
+            v = _load_rows(v_ptr, v_rows, v_dims, key_ok, DV, BLOCK_DV)
+            acc, total, peak = _accumulate(acc, total, peak, scores, v, q.dtype, PRECISION)
+
+    lse = tl.where(is_node, peak + tl.log2(total), empty_lse)
+    inverse = 1 / tl.where(total == 0, 1, total)
+    if v_scale_ptr is not None:
+        inverse *= tl.load(v_scale_ptr + head * stride_v_scale).to(tl.float32)
+    out = tl.where(is_node[:, None], acc * inverse[:, None], 0)
+    out_ok = row_ok[:, None] & (v_dims < DV)[None, :]
+    num_q_heads = tl.num_programs(1) * group_size
+    if num_active == 1:
+        index = (batch * num_nodes + nodes) * num_q_heads + q_heads
+        tl.store(out_ptr + index[:, None] * DV + v_dims[None, :], out.to(out_ptr.dtype.element_ty), mask=out_ok)
+        tl.store(lse_ptr + index, lse * _LN_2, mask=row_ok)
+    else:
+        index = ((batch * num_splits + split) * num_nodes + nodes) * num_q_heads + q_heads
+        tl.store(partial_ptr + index[:, None] * DV + v_dims[None, :], out, mask=out_ok)
+        tl.store(partial_lse_ptr + index, lse, mask=row_ok)
+
+
+@triton.jit(do_not_specialize=["prefix_len_ptr", "window", "num_nodes", "num_splits", "min_split_len"])
+def _merge_splits_kernel(
+    partial_ptr,
+    partial_lse_ptr,
+    prefix_len_ptr,
+    out_ptr,
+    lse_ptr,
+    window,
+    num_nodes,
+    num_splits,
+    min_split_len,
+    DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # of the attention kernel
+    BLOCK_S: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    row, num_rows, batch = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    prefix_len = tl.load(prefix_len_ptr + batch)
+    _, _, num_active = _split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N)
+    if num_active == 1:  # the attention kernel wrote the result itself
+        return
+    dims = tl.arange(0, BLOCK_DV)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    total, peak = tl.full([], 0.0, tl.float32), tl.full([], _LOWEST, tl.float32)
+    for base in range(0, num_active, BLOCK_S):
+        splits = base + tl.arange(0, BLOCK_S)
+        ok = splits < num_active
+        index = (batch * num_splits + splits) * num_rows + row
+        lse = tl.load(partial_lse_ptr + index, mask=ok, other=float("-inf"))
+        part_ptrs = partial_ptr + index[:, None] * DV + dims[None, :]
+        part = tl.load(part_ptrs, mask=ok[:, None] & (dims < DV)[None, :], other=0)
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        weights, decay = tl.exp2(lse - new_peak), tl.exp2(peak - new_peak)
+        acc = acc * decay + tl.sum(weights[:, None] * part, 0)
+        total, peak = total * decay + tl.sum(weights, 0), new_peak
+    index = batch * num_rows + row
+    out = acc / tl.where(total == 0, 1, total)
+    tl.store(out_ptr + index * DV + dims, out.to(out_ptr.dtype.element_ty), mask=dims < DV)
+    tl.store(lse_ptr + index, (peak + tl.log2(total)) * _LN_2)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Launch parameters of one call. They depend on shapes, dtypes and the device, never on data or on the batch size."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    min_split_len: int
+    target_programs: int
+    precision: str
+
+    def num_splits(self, capacity: int, num_tiles: int) -> int:
+        """Return into how many ranges the keys of one batch row may be split.
+
+        As many as let a batch of one fill the device, none shorter than ``min_split_len``. Bounded by the capacity, so
+        that a captured graph can be replayed with any prefix; the batch size is left out, so that it does not
+        change a row's bits.
+        """
+        return max(1, min(self.target_programs // num_tiles, capacity // self.min_split_len))
+
+
+@cache
+def choose_plan(device: _common.Device, q_dtype, cache_dtype, head_dim: int, v_dim: int, num_rows: int) -> Plan:
+    """Choose the launch parameters for ``num_rows = T · Hq / Hk`` packed rows, by the rule written in the file."""
+    parameters = _common.launch_parameters("tree_attention", device.names)
+    kind = "fp32" if q_dtype == torch.float32 else "fp16" if cache_dtype == q_dtype else "quantised"
+    tiles = parameters[kind][str(_common.block(max(head_dim, v_dim, 64)))]
+    tile = next(t for t in tiles if num_rows <= t.get("max_rows", num_rows))
+    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return Plan(
+        *(tile[name] for name in ("block_m", "block_n", "num_warps", "num_stages", "min_split_len")),
+        target_programs=device.num_multiprocessors,
+        precision=precision,
+    )
+
+
+def tree_attention_triton(q, k_cache, v_cache, tree_mask, prefix_len, **options) -> tuple[Tensor, Tensor]:
+    """Launch the kernel over a contiguous cache; see `specdec_kernels.tree_attention`."""
+    if not _supported(q, v_cache):
+        return OPS["tree_attention"].reference(q, k_cache, v_cache, tree_mask, prefix_len, **options)
+    return _attend(q, k_cache, v_cache, None, tree_mask, prefix_len, **options)
+
+
+def paged_tree_attention_triton(
+    q, k_cache, v_cache, block_table, tree_mask, prefix_len, **options
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel over a paged cache; see `specdec_kernels.paged_tree_attention`."""
+    args = (q, k_cache, v_cache, block_table, tree_mask, prefix_len)
+    if not _supported(q, v_cache):
+        return OPS["paged_tree_attention"].reference(*args, **options)
+    return _attend(*args, **options)
+
+
+def _supported(q: Tensor, v_cache: Tensor) -> bool:
+    return q.dtype != torch.float64 and max(q.shape[-1], v_cache.shape[-1]) <= 256
+
+
+def _attend(
+    q, k_cache, v_cache, block_table, tree_mask, prefix_len, *, scale, softcap, window, sinks, k_scale, v_scale
+):
+    batch, num_nodes, num_q_heads, head_dim = q.shape
+    num_kv_heads, v_dim = k_cache.shape[2], v_cache.shape[3]
+    out = q.new_empty(batch, num_nodes, num_q_heads, v_dim)
+    lse = q.new_empty(batch, num_nodes, num_q_heads, dtype=torch.float32)
+    if batch == 0:
+        return out, lse
+    device = _common.device_of(q)
+    group_size = num_q_heads // num_kv_heads
+    plan = choose_plan(device, q.dtype, k_cache.dtype, head_dim, v_dim, num_nodes * group_size)
+    num_row_tiles = triton.cdiv(num_nodes * group_size, plan.block_m)
+    page = 0 if block_table is None else k_cache.shape[1]
+    capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * page
+    num_splits = plan.num_splits(capacity, num_row_tiles * num_kv_heads)
+    partial, partial_lse = out, lse  # never written without splits
+    if num_splits > 1:
+        partial = q.new_empty(batch, num_splits, *out.shape[1:], dtype=torch.float32)
+        partial_lse = q.new_empty(batch, num_splits, *lse.shape[1:], dtype=torch.float32)
+    if k_cache.dtype == torch.float8_e4m3fn and not device.has_fp8:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    table = block_table if block_table is None or block_table.stride(1) == 1 else block_table.contiguous()
+    tree_mask, prefix_len = tree_mask.contiguous(), prefix_len.contiguous()
+    window = None if window is None else min(window, 2**30)
+    splits = (window, num_nodes, num_splits, plan.min_split_len)
+    _tree_attention_kernel[(num_row_tiles * num_splits, num_kv_heads, batch)](
+        *(q, k_cache, v_cache, table, tree_mask, prefix_len, sinks if sinks is None else sinks.contiguous()),
+        *(k_scale, v_scale, out, lse, partial, partial_lse),
+        *(head_dim**-0.5 if scale is None else scale, softcap, *splits, group_size),
+        *(*q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3]),
+        0 if table is None else table.stride(0),
+        0 if tree_mask.shape[0] == 1 else tree_mask.stride(0),
+        *(0 if x is None or x.dim() == 0 else x.stride(0) for x in (k_scale, v_scale)),
+        D=head_dim,
+        DV=v_dim,
+        PAGE=page,
+        PRECISION=plan.precision,
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_D=_common.block(head_dim),
+        BLOCK_DV=_common.block(v_dim),
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+    if num_splits > 1:
+        _merge_splits_kernel[(num_nodes * num_q_heads, batch)](
+            *(partial, partial_lse, prefix_len, out, lse, *splits),
+            DV=v_dim,
+            BLOCK_N=plan.block_n,
+            BLOCK_S=16,
+            BLOCK_DV=_common.block(v_dim),
+        )
+    return out, lse
