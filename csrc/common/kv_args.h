@@ -43,46 +43,48 @@ inline Paths read_paths(const Tensor& accepted, const Tensor& num_accepted, cons
   return paths;
 }
 
-// (outer, inner), (outer, inner, C) or (outer, inner, H, D). Heads that lie side by side become one longer row.
-inline Cache read_cache(const Tensor& tensor) {
-  const int64_t dims = tensor.dim();
+// (outer, inner), (outer, inner, C) or (outer, inner, H, D), from dimension `first` on. Heads that lie side by side
+// become one longer row.
+inline Layout read_layout(const Tensor& tensor, int64_t first) {
+  const int64_t dims = tensor.dim() - first;
   STD_TORCH_CHECK(dims >= 2 && dims <= 4, "a cache must have 2, 3 or 4 dimensions, got ", dims);
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
+  const int64_t* const sizes = tensor.sizes().data() + first;
+  const int64_t* const strides = tensor.strides().data() + first;
   const int64_t width = dims == 2 ? 1 : sizes[dims - 1];
   STD_TORCH_CHECK(width <= 1 || strides[dims - 1] == 1, "a cache must be contiguous in its last dimension");
   const int64_t item = static_cast<int64_t>(tensor.element_size());
   int64_t heads = dims == 4 ? sizes[2] : 1;
   int64_t row_bytes = width * item;
-  const int64_t head_stride = heads > 1 ? strides[2] * item : 0;
+  int64_t head_stride = heads > 1 ? strides[2] * item : 0;
   if (heads > 1 && head_stride == row_bytes) {
     row_bytes *= heads;
     heads = 1;
+    head_stride = 0;
   }
   constexpr int64_t kMax = std::numeric_limits<uint32_t>::max();
   STD_TORCH_CHECK(row_bytes <= kMax / 2 && heads <= kMax / 2, "a row of a cache must be below 2 GiB");
-  Cache cache{static_cast<char*>(tensor.mutable_data_ptr()), {}};
-  cache.layout.outer_stride = strides[0] * item;
-  cache.layout.inner_stride = strides[1] * item;
-  cache.layout.head_stride = heads > 1 ? head_stride : 0;
-  cache.layout.outer_size = static_cast<uint32_t>(std::min(sizes[0], kMax));
-  cache.layout.inner_size = static_cast<uint32_t>(std::min(sizes[1], kMax));
-  cache.layout.heads = static_cast<uint32_t>(heads);
-  cache.layout.row_bytes = static_cast<uint32_t>(row_bytes);
-  return cache;
+  return {strides[0] * item,
+          strides[1] * item,
+          head_stride,
+          static_cast<uint32_t>(std::min(sizes[0], kMax)),
+          static_cast<uint32_t>(std::min(sizes[1], kMax)),
+          static_cast<uint32_t>(heads),
+          static_cast<uint32_t>(row_bytes)};
 }
 
-// Caches without a row are left out.
+// A tensor of five dimensions is a stack of caches. Caches without a row are left out.
 inline std::vector<Cache> read_caches(const std::vector<Tensor>& tensors, const Tensor& accepted, bool paged) {
   std::vector<Cache> caches;
   caches.reserve(tensors.size());
   for (const Tensor& tensor : tensors) {
     check_same_device("a cache", tensor, accepted);
-    const Cache cache = read_cache(tensor);
-    STD_TORCH_CHECK(paged || tensor.size(0) == accepted.size(0), "a cache must have as many batch rows as accepted");
-    if (cache.layout.outer_size && cache.layout.inner_size && cache.layout.heads && cache.layout.row_bytes) {
-      caches.push_back(cache);
-    }
+    const int64_t first = tensor.dim() == 5 ? 1 : 0;
+    const Layout layout = read_layout(tensor, first);
+    STD_TORCH_CHECK(paged || tensor.size(first) == accepted.size(0), "a cache must have as many rows as accepted");
+    if (tensor.numel() == 0) continue;
+    char* const data = static_cast<char*>(tensor.mutable_data_ptr());
+    const int64_t stack_stride = first ? tensor.stride(0) * static_cast<int64_t>(tensor.element_size()) : 0;
+    for (int64_t i = 0; i < (first ? tensor.size(0) : 1); ++i) caches.push_back({data + i * stack_stride, layout});
   }
   return caches;
 }

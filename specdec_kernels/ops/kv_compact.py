@@ -68,13 +68,15 @@ def kv_compact_(caches: Sequence[Tensor] | Tensor, accepted: Tensor, num_accepte
     Why in place is safe: destinations never pass sources, since ``accepted[i] >= i + 1``; see docs/kv_compaction.md.
     """
     op = "kv_compact_"
-    # The views of one tensor share a layout: checking the first is enough.
-    to_check = 1 if isinstance(caches, Tensor) else None
-    if isinstance(caches, Tensor):
-        check_shape(op, "caches", caches, ("2L", "B", "H", "S", "D"))
-        caches = caches.transpose(2, 3).unbind(0)
     _check_indices(op, accepted, num_accepted, prefix_len)
-    shapes = _check_caches(op, caches[:to_check], (accepted.shape[0], "S", "H", "D"), accepted.device)
+    batch = accepted.shape[0]
+    if isinstance(caches, Tensor):
+        check_shape(op, "caches", caches, ("2L", batch, "H", "S", "D"))
+        _check_memory(op, "caches", caches, accepted.device)
+        caches = [caches.transpose(2, 3)]
+        shapes = [caches[0].shape[1:]]
+    else:
+        shapes = _check_caches(op, caches, (batch, "S", "H", "D"), accepted.device)
     if not caches:
         return
     if values_readable(accepted, num_accepted, prefix_len):
@@ -126,21 +128,23 @@ def paged_kv_compact_(
         [1.0, 2.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     """
     op = "paged_kv_compact_"
-    # The views of one tensor share a layout: checking the first is enough.
-    to_check = 1 if isinstance(caches, Tensor) else None
-    if isinstance(caches, Tensor):
-        check_shape(op, "caches", caches, ("2L", "pages", "page", "H", "D"))
-        caches = caches.unbind(0)
     _check_indices(op, accepted, num_accepted, prefix_len)
     check_shape(op, "block_table", block_table, (accepted.shape[0], "max_pages"))
     check_dtype(op, "block_table", block_table, (torch.int32,))
     check_device(op, "block_table", block_table, accepted.device)
+    if isinstance(caches, Tensor):
+        check_shape(op, "caches", caches, ("2L", "pages", "page", "H", "D"))
+        _check_memory(op, "caches", caches, accepted.device)
+        caches = [caches]
+        shapes = [caches[0].shape[1:]]
+    else:
+        shapes = _check_caches(op, caches, ("pages", "page", "H", "D"), accepted.device)
     if not caches:
         return
-    page_size = _page_size(op, caches[0])
-    shapes = _check_caches(op, caches[:to_check], ("pages", page_size, "H", "D"), accepted.device)
+    num_pages, page_size = min(shape[0] for shape in shapes), shapes[0][1]
+    if page_size < 1 or any(shape[1] != page_size for shape in shapes):
+        raise ValueError(f"{op}: caches must have one page size of at least 1, got {[shape[1] for shape in shapes]}")
     if values_readable(block_table, accepted, num_accepted, prefix_len):
-        num_pages = min(shape[0] for shape in shapes)
         for row, prefix, last in _moving_rows(op, accepted, num_accepted, prefix_len):
             _check_pages(op, block_table, row, (prefix + 1, prefix + last), page_size, num_pages)
     ops.paged_kv_compact_.default(caches, block_table, accepted, num_accepted, prefix_len)
@@ -160,22 +164,24 @@ def _check_caches(
 ) -> list[torch.Size]:
     """Check every cache and return the distinct shapes; a layout like the one before costs one comparison."""
     known = None
-    shapes = []
+    shapes: list[torch.Size] = []
     for index, cache in enumerate(caches):
         if not isinstance(cache, Tensor):
             check_tensor(op, f"caches[{index}]", cache)
         layout = (cache.shape, cache.stride(), cache.dtype, cache.device, cache.requires_grad)
         if layout != known:
-            _check_layout(op, f"caches[{index}]", cache, shape, device)
+            name = f"caches[{index}]"
+            if not 2 <= cache.dim() <= 4:
+                raise ValueError(f"{op}: {name} must have 2, 3 or 4 dimensions, got shape {tuple(cache.shape)}")
+            check_shape(op, name, cache, shape[: cache.dim()])
+            _check_memory(op, name, cache, device)
             known = layout
             shapes.append(cache.shape)
     return shapes
 
 
-def _check_layout(op: str, name: str, cache: Tensor, shape: tuple[int | str, ...], device: torch.device) -> None:
-    if not 2 <= cache.dim() <= 4:
-        raise ValueError(f"{op}: {name} must have 2, 3 or 4 dimensions, got shape {tuple(cache.shape)}")
-    check_shape(op, name, cache, shape[: cache.dim()])
+def _check_memory(op: str, name: str, cache: Tensor, device: torch.device) -> None:
+    """Check where and how a cache, or a stack of caches, lies in memory."""
     check_device(op, name, cache, device)
     check_no_grad(op, **{name: cache})
     if cache.element_size() not in _ELEMENT_SIZES:
@@ -202,13 +208,6 @@ def _moving_rows(op: str, accepted: Tensor, num_accepted: Tensor, prefix_len: Te
             if prefix < 0:
                 raise ValueError(f"{op}: prefix_len must be at least 0, got {prefix} in row {row}")
             yield row, prefix, path[-1]
-
-
-def _page_size(op: str, cache: Tensor) -> int:
-    check_tensor(op, "caches[0]", cache)
-    if cache.dim() < 2 or cache.shape[1] < 1:
-        raise ValueError(f"{op}: caches[0] must have shape (pages, page >= 1, ...), got {tuple(cache.shape)}")
-    return cache.shape[1]
 
 
 def _check_pages(

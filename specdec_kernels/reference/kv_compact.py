@@ -2,10 +2,11 @@
 
 This is the law the kernels follow. A move of path entry ``i`` goes from ``prefix_len + accepted[i]`` to
 ``prefix_len + 1 + i`` and happens iff ``i < num_accepted``, ``accepted[i] > i + 1`` (an increasing path that is not in
-place yet), ``prefix_len >= 0`` and the source lies inside the cache.
+place yet), ``prefix_len >= 0`` and the source lies inside the cache. A tensor of five dimensions among the caches is a
+stack of caches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ def kv_compact_ref(caches: Sequence[Tensor], accepted: Tensor, num_accepted: Ten
     source, target, moves = _path_moves(accepted, num_accepted, prefix_len)
     rows = torch.arange(len(accepted), device=accepted.device).unsqueeze(1).expand_as(source)
     plans: dict[int, tuple[_Cells, _Cells]] = {}
-    for cache in caches:
+    for cache in _unstack(caches):
         capacity = cache.shape[1]
         if cache.numel() == 0 or accepted.numel() == 0:
             continue
@@ -37,7 +38,7 @@ def paged_kv_compact_ref(
     """Compact paged caches ``(pages, page, ...)`` in place; see `specdec_kernels.paged_kv_compact_`."""
     source, target, moves = _path_moves(accepted, num_accepted, prefix_len)
     plans: dict[int, tuple[_Cells, _Cells]] = {}
-    for cache in caches:
+    for cache in _unstack(caches):
         num_pages, page_size = cache.shape[:2]
         if cache.numel() == 0 or accepted.numel() == 0 or block_table.numel() == 0:
             continue
@@ -49,6 +50,11 @@ def paged_kv_compact_ref(
                 inside = inside & (page >= 0) & (page < num_pages)
             plans[num_pages] = _fixed_shape(inside, source_cells, target_cells)
         _move_rows(cache, *plans[num_pages])
+
+
+def _unstack(caches: Sequence[Tensor]) -> Iterator[Tensor]:
+    for cache in caches:
+        yield from cache if cache.dim() == 5 else (cache,)
 
 
 def _path_moves(accepted: Tensor, num_accepted: Tensor, prefix_len: Tensor) -> tuple[Tensor, Tensor, Tensor]:

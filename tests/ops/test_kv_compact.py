@@ -146,6 +146,7 @@ def test_empty(batch, capacity, heads, width, longest, backend, device) -> None:
     zeros = torch.zeros(batch, dtype=torch.int32, device=device)
     kv_compact_([cache], accepted, zeros, zeros)
     kv_compact_([], accepted, zeros, zeros)
+    kv_compact_(cache.transpose(1, 2)[None][:0], accepted, zeros, zeros)
     assert torch.equal(cache, before)
 
 
@@ -217,7 +218,9 @@ REJECTED = {
     "cache-kind": (([None], *step_of()), TypeError, r"caches\[0\] must be a torch.Tensor, got NoneType"),
     "cache-dims": (([CACHE[0, 0, 0]], *step_of()), ValueError, r"2, 3 or 4 dimensions, got shape \(4,\)"),
     "cache-batch": (([CACHE, CACHE.repeat(2, 1, 1, 1)], *step_of()), ValueError, r"caches\[1\] .* \(1, S, H, D\)"),
-    "stacked-dims": ((CACHE, *step_of()), ValueError, r"caches must have shape \(2L, B, H, S, D\)"),
+    "stacked-dims": ((CACHE, *step_of()), ValueError, r"caches must have shape \(2L, 1, H, S, D\)"),
+    "stacked-batch": ((CACHE.expand(2, 2, 12, 2, 4), *step_of()), ValueError, r"\(2L, 1, H, S, D\)"),
+    "stacked-expanded": ((CACHE.expand(2, 1, 12, 2, 4), *step_of()), ValueError, "must not be expanded"),
     "last-stride": (([CACHE.transpose(2, 3)], *step_of()), ValueError, r"caches\[0\] must have stride 1"),
     "expanded": (([CACHE[:, :1].expand(1, 12, 2, 4)], *step_of()), ValueError, "must not be expanded"),
     "element-size": (([CACHE.to(torch.complex128)], *step_of()), ValueError, "elements of 1, 2, 4 or 8 bytes"),

@@ -1,0 +1,1 @@
+"""Microbenchmarks; run from a clone with ``specdec-kernels bench OP`` or ``pytest benchmarks --benchmark-only``."""

@@ -1,0 +1,200 @@
+"""Run one benchmark file: banner, correctness gate, warm-up, interleaved timing, JSONL, table.
+
+A benchmark file ``bench_<op>.py`` states
+
+- ``CASES``: readable id -> case (any object),
+- ``make_inputs(case, device)``: fresh inputs, the same ones at every call,
+- ``providers(case)``: name -> function of the inputs that returns the tensors it made or changed; the one called
+  ``reference`` is the law, those in ``OURS`` are ours, all others are baselines,
+- ``cost(case)``: what the op cannot avoid, a `Cost`,
+- optionally ``check(actual, expected)``, which raises on a mismatch (default: equal bits).
+"""
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .machine import Machine, Roofline, describe_machine, measure_roofline
+
+RESULTS = Path(__file__).parent / "results"
+MIN_SAMPLES, MAX_SAMPLES = 10, 2000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Unavoidable work of one call. Reads and writes count against the copy bandwidth once there are writes."""
+
+    read_bytes: int
+    write_bytes: int = 0
+    flops: int = 0
+    dtype: str = "float32"
+
+    def ideal_seconds(self, roofline: Roofline) -> float:
+        """Return the time the measured roofline allows."""
+        rate = roofline.copy_gb_s if self.write_bytes else roofline.read_gb_s
+        memory = (self.read_bytes + self.write_bytes) / (rate * 1e9)
+        return max(memory, self.flops / (roofline.matmul_gflop_s[self.dtype] * 1e9))
+
+
+@dataclass(frozen=True)
+class Options:
+    """How long and how to measure.
+
+    Attributes:
+        seconds: time budget of one provider in one case.
+        cold: sweep a large buffer through the caches before each sample.
+    """
+
+    seconds: float = 1.0
+    cold: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the JSONL file."""
+
+    op: str
+    case: str
+    provider: str
+    median_us: float
+    p20_us: float
+    p80_us: float
+    samples: int
+    cold: bool
+    cost_bytes: int
+    cost_flops: int
+    roofline_percent: float
+    speedup_over_best_baseline: float | None
+    machine: dict[str, Any] = field(repr=False)
+
+
+def gate(bench: ModuleType, case: Any, device: torch.device) -> None:
+    """Refuse to time a case on which the providers disagree."""
+    providers = bench.providers(case)
+    expected = providers["reference"](bench.make_inputs(case, device))
+    check = getattr(bench, "check", check_equal)
+    for name, run in providers.items():
+        try:
+            check(run(bench.make_inputs(case, device)), expected)
+        except AssertionError as error:
+            raise RuntimeError(f"{bench.OP}: {name} is wrong, nothing is timed: {error}") from error
+
+
+def check_equal(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """Require the same shapes and the same bits."""
+    for have, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=0, equal_nan=True)
+
+
+def time_case(bench: ModuleType, case: Any, device: torch.device, options: Options) -> dict[str, list[float]]:
+    """Return the samples in seconds of every provider, taken in turns, in changing order, so that all fare alike."""
+    inputs = bench.make_inputs(case, device)
+    providers = {name: (lambda run=run: run(inputs)) for name, run in bench.providers(case).items()}
+    sweep = torch.empty(64 << 20, dtype=torch.float32, device=device) if options.cold else None
+    for run in providers.values():
+        for _ in range(3):
+            run()
+    samples: dict[str, list[float]] = {name: [] for name in providers}
+    shuffle = random.Random(0)
+    deadline = time.perf_counter() + options.seconds * len(providers)
+    while len(samples["reference"]) < MIN_SAMPLES or (
+        time.perf_counter() < deadline and len(samples["reference"]) < MAX_SAMPLES
+    ):
+        for name in shuffle.sample(list(providers), len(providers)):
+            if sweep is not None:
+                sweep.add_(1)
+            samples[name].append(_seconds(providers[name], device))
+    return samples
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def quantile(samples: list[float], share: float) -> float:
+    """Return a sample: the smallest that at least ``share`` of the samples do not exceed."""
+    return sorted(samples)[max(0, math.ceil(share * len(samples)) - 1)]
+
+
+def summarise(
+    bench: ModuleType, case_id: str, samples: dict[str, list[float]], machine: Machine, roofline: Roofline, cold: bool
+) -> list[Result]:
+    """Turn samples into results, with speed-ups over the fastest baseline."""
+    cost = bench.cost(bench.CASES[case_id])
+    baselines = [name for name in samples if name not in bench.OURS and name != "reference"]
+    best = min((quantile(samples[name], 0.5) for name in baselines), default=None)
+    results = []
+    for name, times in samples.items():
+        median = quantile(times, 0.5)
+        results.append(
+            Result(
+                op=bench.OP,
+                case=case_id,
+                provider=name,
+                median_us=round(median * 1e6, 3),
+                p20_us=round(quantile(times, 0.2) * 1e6, 3),
+                p80_us=round(quantile(times, 0.8) * 1e6, 3),
+                samples=len(times),
+                cold=cold,
+                cost_bytes=cost.read_bytes + cost.write_bytes,
+                cost_flops=cost.flops,
+                roofline_percent=round(100 * cost.ideal_seconds(roofline) / median, 2),
+                speedup_over_best_baseline=None if best is None else round(best / median, 3),
+                machine={**asdict(machine), **asdict(roofline)},
+            )
+        )
+    return results
+
+
+def table(results: list[Result]) -> str:
+    """Format results for a terminal."""
+    rows = [("case", "provider", "median µs", "p20", "p80", "% roofline", "vs best baseline")]
+    for r in results:
+        speedup = "" if r.speedup_over_best_baseline is None else f"{r.speedup_over_best_baseline:.2f}x"
+        times = (f"{r.median_us:.1f}", f"{r.p20_us:.1f}", f"{r.p80_us:.1f}")
+        rows.append((r.case, r.provider, *times, f"{r.roofline_percent:.1f}", speedup))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(f"{c:{'<' if i < 2 else '>'}{widths[i]}}" for i, c in enumerate(row)) for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def run_benchmark(
+    bench: ModuleType, device: torch.device, options: Options, case_ids: Iterable[str]
+) -> tuple[Machine, list[Result]]:
+    """Run the cases of one benchmark file, printing as it goes."""
+    machine, roofline = describe_machine(device), measure_roofline(device)
+    print(machine.banner())
+    print(roofline.banner())
+    results = []
+    for case_id in case_ids:
+        gate(bench, bench.CASES[case_id], device)
+        samples = time_case(bench, bench.CASES[case_id], device, options)
+        results += summarise(bench, case_id, samples, machine, roofline, options.cold)
+        print(f"{bench.OP} {case_id}: correct, timed")
+    return machine, results
+
+
+def save(op: str, machine: Machine, results: list[Result]) -> Path:
+    """Write ``results/<device>/<op>.jsonl``, replacing what an earlier run measured."""
+    path = RESULTS / machine.slug / f"{op}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+    return path

@@ -1,0 +1,64 @@
+"""``specdec-kernels bench``: run a microbenchmark of a clone on this machine."""
+
+import fnmatch
+import importlib
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+import torch
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare which benchmark to run and how."""
+    names = benchmark_names()
+    parser.add_argument("op", metavar="OP", nargs="?", help=f"one of: {', '.join(names) or 'none found'}; default: all")
+    parser.add_argument("--case", default="*", metavar="PATTERN", help="only cases like this, for example 'llama3*'")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, help="threads of the CPU kernels; default: torch's choice")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time for each provider of each case")
+    parser.add_argument("--cold", action="store_true", help="sweep the caches before each sample")
+    parser.add_argument("--list", action="store_true", help="list benchmarks and cases, and stop")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<device>/<op>.jsonl and .svg")
+
+
+def benchmark_names() -> list[str]:
+    """Return the stems of the benchmark files of this clone; none when the package was installed without them."""
+    return sorted(path.stem.removeprefix("bench_") for path in (REPOSITORY / "benchmarks").glob("bench_*.py"))
+
+
+def run(args: Namespace) -> int:
+    """Run one benchmark, or all; return the exit code."""
+    names = benchmark_names()
+    if not names:
+        print("specdec-kernels bench runs from a clone of the repository: no benchmarks folder here", file=sys.stderr)
+        return 2
+    if args.op is not None and args.op not in names:
+        print(f"there is no benchmark {args.op!r}; there are: {', '.join(names)}", file=sys.stderr)
+        return 2
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    sys.path.insert(0, str(REPOSITORY))
+    return max(_run_one(name, args) for name in ([args.op] if args.op else names))
+
+
+def _run_one(name: str, args: Namespace) -> int:
+    bench = importlib.import_module(f"benchmarks.bench_{name}")
+    harness = importlib.import_module("benchmarks.harness")
+    case_ids = [case_id for case_id in bench.CASES if fnmatch.fnmatch(case_id, args.case)]
+    if args.list:
+        print("\n".join(f"{name} {case_id}" for case_id in case_ids))
+        return 0
+    if not case_ids:
+        print(f"{name} has no case like {args.case!r}; see --list", file=sys.stderr)
+        return 2
+    options = harness.Options(seconds=args.seconds, cold=args.cold)
+    machine, results = harness.run_benchmark(bench, torch.device(args.device), options, case_ids)
+    print(harness.table(results))
+    if args.save:
+        path = harness.save(name, machine, results)
+        importlib.import_module("benchmarks.plot").plot(path)
+        print(f"written: {path} and {path.with_suffix('.svg')}")
+    return 0

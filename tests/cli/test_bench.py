@@ -1,0 +1,110 @@
+"""``specdec-kernels bench`` and the harness it drives."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import bench_kv_compact, harness
+from benchmarks.bench_kv_compact import Case
+from benchmarks.machine import Machine, Roofline
+from specdec_kernels.cli import bench as command
+from specdec_kernels.cli.__main__ import main
+
+CPU = torch.device("cpu")
+MACHINE = Machine("cpu", "Some CPU @ 2.0 GHz", 2, "avx2", 1, "2.13", "0.1")
+ROOFLINE = Roofline(read_gb_s=10, copy_gb_s=8, matmul_gflop_s={"float32": 100.0})
+
+
+def toy_bench(**changes) -> SimpleNamespace:
+    """A benchmark that doubles a tensor."""
+    providers = {
+        "reference": lambda inputs: [inputs + inputs],
+        "ours": lambda inputs: [inputs * 2],
+        "slow": lambda inputs: [torch.stack([inputs, inputs]).sum(0)],
+    }
+    members = {
+        "OP": "toy",
+        "OURS": ("ours",),
+        "CASES": {"n8": 8},
+        "make_inputs": lambda case, device: torch.arange(case, device=device),
+        "providers": lambda case: providers,
+        "cost": lambda case: harness.Cost(read_bytes=8 * case, write_bytes=8 * case, flops=case),
+    }
+    return SimpleNamespace(**{**members, **changes})
+
+
+def test_gate_refuses_a_wrong_provider() -> None:
+    harness.gate(toy_bench(), 8, CPU)
+    wrong = {"reference": lambda inputs: [inputs], "ours": lambda inputs: [inputs + (inputs == 7)]}
+    with pytest.raises(RuntimeError, match="toy: ours is wrong, nothing is timed"):
+        harness.gate(toy_bench(providers=lambda case: wrong), 8, CPU)
+
+
+def test_summary_compares_with_the_best_baseline() -> None:
+    samples = {"reference": [9.0] * 5, "ours": [1e-9, 2e-9, 3e-9, 4e-9, 5e-9], "slow": [6e-9] * 5, "slower": [9e-9] * 5}
+    results = {r.provider: r for r in harness.summarise(toy_bench(), "n8", samples, MACHINE, ROOFLINE, False)}
+    ours = results["ours"]
+    assert (ours.p20_us, ours.median_us, ours.p80_us) == (0.001, 0.003, 0.004)
+    assert ours.speedup_over_best_baseline == 2.0
+    assert results["slower"].speedup_over_best_baseline == 0.667
+    # 128 bytes at 8 GB/s take 16 ns; 8 flops at 100 Gflop/s far less.
+    assert ours.roofline_percent == pytest.approx(100 * 16 / 3, abs=0.01)
+    text = harness.table(list(results.values()))
+    assert "2.00x" in text
+    assert len({len(line) for line in text.splitlines()}) == 1
+
+
+def test_cost_without_writes_counts_against_reading() -> None:
+    assert harness.Cost(read_bytes=100).ideal_seconds(ROOFLINE) == pytest.approx(1e-8)
+    assert harness.Cost(read_bytes=1, flops=1000).ideal_seconds(ROOFLINE) == pytest.approx(1e-8)
+
+
+def test_every_provider_gets_the_same_number_of_samples() -> None:
+    samples = harness.time_case(toy_bench(), 8, CPU, harness.Options(seconds=0.0))
+    assert {len(times) for times in samples.values()} == {harness.MIN_SAMPLES}
+    assert min(min(times) for times in samples.values()) > 0
+
+
+def test_results_are_written_and_drawn(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import plot
+
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    results = harness.summarise(toy_bench(), "n8", {"reference": [2e-6], "ours": [1e-6]}, MACHINE, ROOFLINE, True)
+    path = harness.save("toy", MACHINE, results)
+    assert path == tmp_path / "some-cpu-2-0-ghz" / "toy.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["provider"] for r in records] == ["reference", "ours"]
+    assert records[0]["machine"]["model"] == "Some CPU @ 2.0 GHz"
+    assert plot(path).read_text().lstrip().startswith("<?xml")
+
+
+@pytest.mark.parametrize("layout", ["list", "stacked", "paged"])
+def test_kv_compact_providers_agree(layout) -> None:
+    case = Case("smollm2_135m", 2, 3, 4, layout, capacity=64, prefix=40)
+    harness.gate(bench_kv_compact, case, CPU)
+    assert bench_kv_compact.cost(case).read_bytes == 2 * 30 * 2 * 3 * (3 * 64 * 2)
+
+
+def test_lists_cases(capsys) -> None:
+    assert main(["bench", "kv_compact", "--list", "--case", "smollm2*"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "kv_compact smollm2_135m-B1-N4-list" in lines
+    assert all("smollm2" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["bench", "nothing"], "no benchmark 'nothing'"), (["bench", "kv_compact", "--case", "x"], "no case like 'x'")],
+)
+def test_refuses_unknown_names(arguments, message, capsys) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_needs_a_clone(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(command, "REPOSITORY", tmp_path)
+    assert main(["bench", "kv_compact"]) == 2
+    assert "clone" in capsys.readouterr().err
