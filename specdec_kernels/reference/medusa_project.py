@@ -24,7 +24,8 @@ def project(x: Tensor, w_out: Tensor) -> Tensor:
     """Project ``(M, B, C)`` to logits ``(B, M, V)`` by own weights ``(M, V, C)`` or shared ones ``(V, C)``."""
     if w_out.dim() == 3:
         return torch.bmm(x, w_out.transpose(1, 2)).transpose(0, 1)
-    return F.linear(x.transpose(0, 1), w_out)
+    # Two dimensions: of a strided three-dimensional input, `linear` makes a batched product and copies the weight.
+    return F.linear(x.transpose(0, 1).flatten(0, 1), w_out).unflatten(0, (x.shape[1], len(x)))
 
 
 def medusa_project_ref(hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor) -> Tensor:
