@@ -212,10 +212,8 @@ def _compare_config(config: dict, state: MedusaState, file_name: str) -> None:
         found["truncated_vocab_size"] = len(state.vocab_map)
     for name, value in found.items():
         if config.get(name, value) != value:
-            message = (
-                f"MedusaHeads: config.json says {name} = {config[name]}, {file_name} holds {value}: {value} is used"
-            )
-            warnings.warn(message, stacklevel=4)
+            message = f"config.json says {name} = {config[name]}, but {file_name} holds {value}, which is used"
+            warnings.warn(f"MedusaHeads: {message}", stacklevel=4)
 
 
 def write_checkpoint(heads, folder: Path, format: str, lm_head_weight: Tensor | None) -> None:

@@ -191,7 +191,8 @@ def test_empty_batch(backend, device) -> None:
     assert [t.shape for t in medusa_project_topk(*inputs, 4)] == [(0, 3, 4), (0, 3, 4), (0, 3)]
 
 
-def test_weights_are_never_widened() -> None:
+@pytest.mark.parametrize("projection", ["own", "shared"])
+def test_weights_are_never_widened(projection) -> None:
     """A large half-precision projection is used as it is: no fp32 temporary of its size appears."""
     widest = 0
 
@@ -204,7 +205,7 @@ def test_weights_are_never_widened() -> None:
                     widest = max(widest, tensor.numel())
             return out
 
-    inputs = make_inputs(((2, 4, 1, 64, 20_000), BF16, "own", True))
+    inputs = make_inputs(((2, 4, 1, 64, 20_000), BF16, projection, True))
     with Watch():
         medusa_project_topk_ref(*inputs, 10)
     assert 0 < widest <= 2 * 4 * 20_000
