@@ -15,134 +15,20 @@ from torch import Tensor
 
 from .._registry import OPS
 from . import _common
+from ._attention_tiles import (
+    LOG2_E,
+    accumulate,
+    depths,
+    load_rows,
+    locate,
+    or_words,
+    scores_of,
+    split_keys,
+    visible_words,
+)
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
-_LOWEST = tl.constexpr(-3.4028234e38)
-
-
-@triton.jit
-def _or(a, b):
-    return a | b
-
-
-@triton.jit
-def _popcount(x):
-    """Count the bits of 64-bit words."""
-    x = x - ((x >> 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
-    return ((x * 0x0101010101010101) >> 56).to(tl.int32)
-
-
-@triton.jit
-def _depths(mask_ptr, nodes, ok, num_words):
-    """Return each node's depth: the number of bits of its mask row, less one."""
-    count = tl.zeros_like(nodes)
-    for word in range(num_words):
-        count += _popcount(tl.load(mask_ptr + nodes * num_words + word, mask=ok, other=0))
-    return count - 1
-
-
-@triton.jit
-def _visible_words(mask_ptr, nodes, ok, is_node, first, num_words):
-    """Return a word for each row: bit n is set iff the row sees key n of the tile that starts at draft key ``first``.
-
-    ``first`` is negative in a tile that starts in the prefix; the prefix is visible to every node.
-    """
-    word = tl.zeros_like(nodes) + (first >> 6)
-    offset = tl.zeros_like(nodes) + (first & 63)
-    shift = offset.to(tl.uint64)
-    row_ptr = mask_ptr + nodes * num_words + word
-    low = tl.load(row_ptr, mask=ok & (word >= 0) & (word < num_words), other=0).to(tl.uint64, bitcast=True)
-    straddles = ok & (offset > 0) & (word >= -1) & (word + 1 < num_words)
-    high = tl.load(row_ptr + 1, mask=straddles, other=0).to(tl.uint64, bitcast=True)
-    # Two shifts, because a shift by 64 is undefined when first is a multiple of 64.
-    words = (low >> shift) | ((high << 1) << (63 - shift))
-    num_prefix = tl.minimum(tl.maximum(-first, 0), 63).to(tl.uint64)
-    prefix = tl.where(first <= -64, ~tl.zeros_like(words), ((tl.zeros_like(words) + 1) << num_prefix) - 1)
-    return words | tl.where(is_node, prefix, 0)
-
-
-@triton.jit
-def _split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N: tl.constexpr):
-    """Return the first key that a batch row needs, the length of its splits, and how many it has."""
-    first = tl.zeros_like(prefix_len)
-    if window is not None:
-        first = tl.maximum(prefix_len + 1 - window, 0) // BLOCK_N * BLOCK_N
-    num_keys = prefix_len + num_nodes - first
-    wanted = tl.minimum(tl.maximum(num_keys // min_split_len, 1), num_splits)
-    split_len = tl.cdiv(tl.cdiv(num_keys, wanted), BLOCK_N) * BLOCK_N
-    return first, split_len, tl.cdiv(num_keys, split_len)
-
-
-@triton.jit
-def _row_offsets(table_ptr, start, rows, end, stride_page, stride_row, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the offsets of cache rows ``start + rows``; PAGE = 0 says that the cache is contiguous."""
-    if PAGE == 0:
-        return (start + rows).to(tl.int64) * stride_row
-    elif PAGE % BLOCK_N == 0:  # the tile lies in one page
-        page = tl.load(table_ptr + start // PAGE).to(tl.int64)
-        return page * stride_page + (start % PAGE + rows).to(tl.int64) * stride_row
-    else:
-        row = start + rows
-        page = tl.load(table_ptr + row // PAGE, mask=row < end, other=0).to(tl.int64)
-        return page * stride_page + (row % PAGE).to(tl.int64) * stride_row
-
-
-@triton.jit
-def _load_rows(ptr, offsets, dims, rows_ok, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load a (rows, BLOCK_D) tile; zero where a row is not wanted, or beyond the head dim."""
-    ptrs = ptr + offsets[:, None] + dims[None, :]
-    if rows_ok is None:
-        if D == BLOCK_D:
-            return tl.load(ptrs)
-        else:
-            return tl.load(ptrs, mask=(dims < D)[None, :], other=0)
-    else:
-        return tl.load(ptrs, mask=rows_ok[:, None] & (dims < D)[None, :], other=0)
-
-
-@triton.jit
-def _cached(x, dtype: tl.constexpr):
-    """Convert stored values to q's dtype, exactly. Bytes are float8_e4m3fn on a GPU that does not know it."""
-    if x.dtype == tl.uint8:
-        bits = x.to(tl.uint16)
-        # As fp16 bits the exponent is 8 too small; subnormals come out right because the product is exact.
-        magnitude = (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True) * 256.0
-        return tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude).to(dtype)
-    else:
-        return x.to(dtype)
-
-
-@triton.jit
-def _tanh(x):
-    """Return tanh to fp32 precision: a series near 0, where 1 − 2 / (exp 2x + 1) cancels."""
-    x2 = x * x
-    near = x * (1 + x2 * (-0.33333333 + x2 * (0.13333333 + x2 * (-0.05396825 + x2 * 0.02186949))))
-    far = 1 - 2 / (tl.exp2(x * (2 * _LOG2_E)) + 1)
-    return tl.where(x2 < 0.04, near, far)
-
-
-@triton.jit
-def _scores(q, k, scale, softcap, PRECISION: tl.constexpr):
-    """Return the scores of a tile in units of ln 2, so that exp2 serves."""
-    scores = tl.dot(q, tl.trans(_cached(k, q.dtype)), input_precision=PRECISION)
-    if softcap is None:
-        return scores * (scale * _LOG2_E)
-    else:
-        return _tanh(scores * (scale / softcap)) * (softcap * _LOG2_E)
-
-
-@triton.jit
-def _accumulate(acc, total, peak, scores, v, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Take one tile into the running softmax: ``acc = Σ exp2(s − peak) v``, ``total = Σ exp2(s − peak)``."""
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_peak[:, None])
-    decay = tl.exp2(peak - new_peak)
-    total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(dtype), _cached(v, dtype), acc * decay[:, None], input_precision=PRECISION)
-    return acc, total, new_peak
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234e38)
 
 
 @triton.jit(
@@ -199,7 +85,7 @@ def _tree_attention_kernel(
     row_tile, split = tl.program_id(0) % num_row_tiles, tl.program_id(0) // num_row_tiles
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     prefix_len = tl.load(prefix_len_ptr + batch)
-    first, split_len, num_active = _split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N)
+    first, split_len, num_active = split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N)
     if split >= num_active:
         return
     start = first + split * split_len
@@ -215,7 +101,7 @@ def _tree_attention_kernel(
 
     cols, dims, v_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     q_offsets = batch * stride_q_b + nodes.to(tl.int64) * stride_q_t + q_heads.to(tl.int64) * stride_q_h
-    q = _load_rows(q_ptr, q_offsets, dims, row_ok, D, BLOCK_D)
+    q = load_rows(q_ptr, q_offsets, dims, row_ok, D, BLOCK_D)
     k_ptr += head.to(tl.int64) * stride_k_h
     v_ptr += head.to(tl.int64) * stride_v_h
     if PAGE == 0:
@@ -228,36 +114,34 @@ def _tree_attention_kernel(
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    peak = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
     empty_lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if sinks_ptr is not None:
-        if split == 0:
-            empty_lse = tl.load(sinks_ptr + q_heads, mask=row_ok, other=0).to(tl.float32) * _LOG2_E
-            peak = empty_lse
-            total += 1
+    if sinks_ptr is not None:  # a key of the first split that has no value
+        sinks = tl.load(sinks_ptr + q_heads, mask=row_ok, other=0).to(tl.float32) * LOG2_E
+        empty_lse = tl.where(split == 0, sinks, empty_lse)
+        peak = tl.where(split == 0, sinks, peak)
+        total += tl.where(split == 0, 1.0, 0.0)
 
     # Tiles in [plain_start, plain_end) are seen whole by every row.
     plain_start, plain_end = start, tl.maximum(tl.minimum(prefix_len // BLOCK_N * BLOCK_N, end), start)
     positions = prefix_len
     if window is not None:
-        depths = _depths(mask_ptr, nodes, row_ok, num_words)
-        positions += depths
-        plain_start = tl.maximum(
-            tl.cdiv(tl.maximum(prefix_len + tl.max(depths, 0) + 1 - window, 0), BLOCK_N) * BLOCK_N, start
-        )
-        plain_start = tl.minimum(plain_start, plain_end)
-    for key in tl.range(plain_start, plain_end, BLOCK_N):
-        k_rows = _row_offsets(table_ptr, key, cols, end, stride_k_b, stride_k_s, PAGE, BLOCK_N)
-        v_rows = _row_offsets(table_ptr, key, cols, end, stride_v_b, stride_v_s, PAGE, BLOCK_N)
-        scores = _scores(q, _load_rows(k_ptr, k_rows, dims, None, D, BLOCK_D), scale, softcap, PRECISION)
-        v = _load_rows(v_ptr, v_rows, v_dims, None, DV, BLOCK_DV)
-        acc, total, peak = _accumulate(acc, total, peak, scores, v, q.dtype, PRECISION)
+        positions += depths(mask_ptr, nodes, row_ok, num_words)
+        # No node is deeper than num_nodes − 1. The exact bound would need a reduction for a tile or two.
+        plain_start = tl.cdiv(tl.maximum(prefix_len + num_nodes - window, 0), BLOCK_N) * BLOCK_N
+        plain_start = tl.minimum(tl.maximum(plain_start, start), plain_end)
+    for tile in tl.range((plain_end - plain_start) // BLOCK_N):
+        page, row = locate(table_ptr, plain_start + tile * BLOCK_N, cols, end, PAGE, BLOCK_N)
+        k = load_rows(k_ptr, page * stride_k_b + row * stride_k_s, dims, None, D, BLOCK_D)
+        v = load_rows(v_ptr, page * stride_v_b + row * stride_v_s, v_dims, None, DV, BLOCK_DV)
+        scores = scores_of(q, k, scale, softcap, PRECISION)
+        acc, total, peak = accumulate(acc, total, peak, scores, v, q.dtype, PRECISION)
 
     num_edge = (plain_start - start) // BLOCK_N
     for tile in tl.range(num_edge + tl.cdiv(end - plain_end, BLOCK_N), num_stages=1):
         key = tl.where(tile < num_edge, start + tile * BLOCK_N, plain_end + (tile - num_edge) * BLOCK_N)
-        words = _visible_words(mask_ptr, nodes, row_ok, is_node, key - prefix_len, num_words)
-        union = tl.reduce(words, 0, _or)
+        words = visible_words(mask_ptr, nodes, row_ok, is_node, key - prefix_len, num_words)
+        union = tl.reduce(words, 0, or_words)
         if union != 0:
             # Keys that no row of the tile sees are not even loaded: they may be NaN.
             key_ok = (((union >> cols.to(tl.uint64)) & 1) != 0) & (key + cols < end)
@@ -265,16 +149,15 @@ def _tree_attention_kernel(
             visible &= key_ok[None, :]
             if window is not None:
                 draft = key + cols - prefix_len
-                key_depths = _depths(mask_ptr, draft, key_ok & (draft >= 0), num_words)
+                key_depths = depths(mask_ptr, draft, key_ok & (draft >= 0), num_words)
                 key_positions = tl.where(draft < 0, key + cols, prefix_len + key_depths)
                 key_ok &= key_positions > prefix_len - window
                 visible &= positions[:, None] - key_positions[None, :] < window
-            k_rows = _row_offsets(table_ptr, key, cols, end, stride_k_b, stride_k_s, PAGE, BLOCK_N)
-            v_rows = _row_offsets(table_ptr, key, cols, end, stride_v_b, stride_v_s, PAGE, BLOCK_N)
-            scores = _scores(q, _load_rows(k_ptr, k_rows, dims, key_ok, D, BLOCK_D), scale, softcap, PRECISION)
-            scores = tl.where(visible, scores, float("-inf"))
-            v = _load_rows(v_ptr, v_rows, v_dims, key_ok, DV, BLOCK_DV)
-            acc, total, peak = _accumulate(acc, total, peak, scores, v, q.dtype, PRECISION)
+            page, row = locate(table_ptr, key, cols, end, PAGE, BLOCK_N)
+            k = load_rows(k_ptr, page * stride_k_b + row * stride_k_s, dims, key_ok, D, BLOCK_D)
+            scores = tl.where(visible, scores_of(q, k, scale, softcap, PRECISION), float("-inf"))
+            v = load_rows(v_ptr, page * stride_v_b + row * stride_v_s, v_dims, key_ok, DV, BLOCK_DV)
+            acc, total, peak = accumulate(acc, total, peak, scores, v, q.dtype, PRECISION)
 
     lse = tl.where(is_node, peak + tl.log2(total), empty_lse)
     inverse = 1 / tl.where(total == 0, 1, total)
@@ -286,7 +169,7 @@ def _tree_attention_kernel(
     if num_active == 1:
         index = (batch * num_nodes + nodes) * num_q_heads + q_heads
         tl.store(out_ptr + index[:, None] * DV + v_dims[None, :], out.to(out_ptr.dtype.element_ty), mask=out_ok)
-        tl.store(lse_ptr + index, lse * _LN_2, mask=row_ok)
+        tl.store(lse_ptr + index, lse * LN_2, mask=row_ok)
     else:
         index = ((batch * num_splits + split) * num_nodes + nodes) * num_q_heads + q_heads
         tl.store(partial_ptr + index[:, None] * DV + v_dims[None, :], out, mask=out_ok)
@@ -311,12 +194,12 @@ def _merge_splits_kernel(
 ):
     row, num_rows, batch = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     prefix_len = tl.load(prefix_len_ptr + batch)
-    _, _, num_active = _split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N)
+    _, _, num_active = split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N)
     if num_active == 1:  # the attention kernel wrote the result itself
         return
     dims = tl.arange(0, BLOCK_DV)
     acc = tl.zeros([BLOCK_DV], tl.float32)
-    total, peak = tl.full([], 0.0, tl.float32), tl.full([], _LOWEST, tl.float32)
+    total, peak = tl.full([], 0.0, tl.float32), tl.full([], LOWEST, tl.float32)
     for base in range(0, num_active, BLOCK_S):
         splits = base + tl.arange(0, BLOCK_S)
         ok = splits < num_active
@@ -331,12 +214,12 @@ def _merge_splits_kernel(
     index = batch * num_rows + row
     out = acc / tl.where(total == 0, 1, total)
     tl.store(out_ptr + index * DV + dims, out.to(out_ptr.dtype.element_ty), mask=dims < DV)
-    tl.store(lse_ptr + index, (peak + tl.log2(total)) * _LN_2)
+    tl.store(lse_ptr + index, (peak + tl.log2(total)) * LN_2)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Launch parameters of one call. They depend on shapes, dtypes and the device, never on data or on the batch size."""
+    """Launch parameters of one call: chosen by shapes, dtypes and the device, never by data or the batch size."""
 
     block_m: int
     block_n: int
@@ -436,6 +319,7 @@ def _attend(
         BLOCK_DV=_common.block(v_dim),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        enable_fp_fusion=True,  # said because Triton's default is changing
     )
     if num_splits > 1:
         _merge_splits_kernel[(num_nodes * num_q_heads, batch)](
@@ -444,5 +328,6 @@ def _attend(
             BLOCK_N=plan.block_n,
             BLOCK_S=16,
             BLOCK_DV=_common.block(v_dim),
+            enable_fp_fusion=True,
         )
     return out, lse

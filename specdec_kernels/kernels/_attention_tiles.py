@@ -1,0 +1,128 @@
+"""The steps of the tree attention kernel: which keys a tile sees, where they lie, and the running softmax over them."""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def or_words(a, b):
+    return a | b
+
+
+@triton.jit
+def popcount(x):
+    """Count the bits of 64-bit words."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((x * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def depths(mask_ptr, nodes, ok, num_words):
+    """Return each node's depth: the number of bits of its mask row, less one."""
+    count = tl.zeros_like(nodes)
+    for word in tl.range(num_words, num_stages=1):
+        count += popcount(tl.load(mask_ptr + nodes * num_words + word, mask=ok, other=0))
+    return count - 1
+
+
+@triton.jit
+def visible_words(mask_ptr, nodes, ok, is_node, first, num_words):
+    """Return a word for each row: bit n is set iff the row sees key n of the tile that starts at draft key ``first``.
+
+    ``first`` is negative in a tile that starts in the prefix; the prefix is visible to every node.
+    """
+    word = tl.zeros_like(nodes) + (first >> 6)
+    offset = tl.zeros_like(nodes) + (first & 63)
+    shift = offset.to(tl.uint64)
+    row_ptr = mask_ptr + nodes * num_words + word
+    low = tl.load(row_ptr, mask=ok & (word >= 0) & (word < num_words), other=0).to(tl.uint64, bitcast=True)
+    straddles = ok & (offset > 0) & (word >= -1) & (word + 1 < num_words)
+    high = tl.load(row_ptr + 1, mask=straddles, other=0).to(tl.uint64, bitcast=True)
+    # Two shifts, because a shift by 64 is undefined when first is a multiple of 64.
+    words = (low >> shift) | ((high << 1) << (63 - shift))
+    num_prefix = tl.minimum(tl.maximum(-first, 0), 63).to(tl.uint64)
+    prefix = tl.where(first <= -64, ~tl.zeros_like(words), ((tl.zeros_like(words) + 1) << num_prefix) - 1)
+    return words | tl.where(is_node, prefix, 0)
+
+
+@triton.jit
+def split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N: tl.constexpr):
+    """Return the first key that a batch row needs, the length of its splits, and how many it has."""
+    first = tl.zeros_like(prefix_len)
+    if window is not None:
+        first = tl.maximum(prefix_len + 1 - window, 0) // BLOCK_N * BLOCK_N
+    num_keys = prefix_len + num_nodes - first
+    wanted = tl.minimum(tl.maximum(num_keys // min_split_len, 1), num_splits)
+    split_len = tl.cdiv(tl.cdiv(num_keys, wanted), BLOCK_N) * BLOCK_N
+    return first, split_len, tl.cdiv(num_keys, split_len)
+
+
+@triton.jit
+def locate(table_ptr, start, rows, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return page and row inside the page of cache rows ``start + rows``; PAGE = 0: a contiguous cache."""
+    if PAGE == 0:
+        return (start * 0).to(tl.int64), (start + rows).to(tl.int64)
+    elif PAGE % BLOCK_N == 0:  # the tile lies in one page
+        return tl.load(table_ptr + start // PAGE).to(tl.int64), (start % PAGE + rows).to(tl.int64)
+    else:
+        row = start + rows
+        return tl.load(table_ptr + row // PAGE, mask=row < end, other=0).to(tl.int64), (row % PAGE).to(tl.int64)
+
+
+@triton.jit
+def load_rows(ptr, offsets, dims, rows_ok, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load a (rows, BLOCK_D) tile; zero where a row is not wanted, or beyond the head dim."""
+    ptrs = ptr + offsets[:, None] + dims[None, :]
+    if rows_ok is None:
+        if D == BLOCK_D:
+            return tl.load(ptrs)
+        else:
+            return tl.load(ptrs, mask=(dims < D)[None, :], other=0)
+    else:
+        return tl.load(ptrs, mask=rows_ok[:, None] & (dims < D)[None, :], other=0)
+
+
+@triton.jit
+def cached(x, dtype: tl.constexpr):
+    """Convert stored values to q's dtype, exactly. Bytes are float8_e4m3fn on a GPU that does not know it."""
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.uint16)
+        # As fp16 bits the exponent is 8 too small; subnormals come out right because the product is exact.
+        magnitude = (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True) * 256.0
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def tanh(x):
+    """Return tanh to fp32 precision: a series near 0, where 1 − 2 / (exp 2x + 1) cancels."""
+    x2 = x * x
+    near = x * (1 + x2 * (-0.33333333 + x2 * (0.13333333 + x2 * (-0.05396825 + x2 * 0.02186949))))
+    far = 1 - 2 / (tl.exp2(x * (2 * LOG2_E)) + 1)
+    return tl.where(x2 < 0.04, near, far)
+
+
+@triton.jit
+def scores_of(q, k, scale, softcap, PRECISION: tl.constexpr):
+    """Return the scores of a tile in units of ln 2, so that exp2 serves."""
+    scores = tl.dot(q, tl.trans(cached(k, q.dtype)), input_precision=PRECISION)
+    if softcap is None:
+        return scores * (scale * LOG2_E)
+    else:
+        return tanh(scores * (scale / softcap)) * (softcap * LOG2_E)
+
+
+@triton.jit
+def accumulate(acc, total, peak, scores, v, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Take one tile into the running softmax: ``acc = Σ exp2(s − peak) v``, ``total = Σ exp2(s − peak)``."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    decay = tl.exp2(peak - new_peak)
+    total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(dtype), cached(v, dtype), acc * decay[:, None], input_precision=PRECISION)
+    return acc, total, new_peak
