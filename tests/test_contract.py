@@ -53,7 +53,7 @@ def test_every_native_source_is_in_this_build() -> None:
     if not stems:
         pytest.skip("no sources beside the package (installed from a wheel)")
     served = {OPS[name].reference.__module__.rpartition(".")[2] for name in native_types()}
-    assert served == stems
+    assert served == stems, "the extension is older than the sources: pip install --no-build-isolation -e ."
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
