@@ -1,6 +1,7 @@
 """Medusa heads as a module: trained in plain torch, used for inference through the op."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,11 @@ class MedusaHeads(nn.Module):
         metadata: further entries of ``config.json``, kept by `save_pretrained` (``base_model_name_or_path``, …).
     """
 
+    w_res: nn.Parameter
+    b_res: nn.Parameter | None
+    w_out: nn.Parameter | None
+    vocab_map: Tensor | None
+
     def __init__(
         self,
         num_heads: int,
@@ -53,8 +59,8 @@ class MedusaHeads(nn.Module):
     ):
         super().__init__()
         self.vocab_size = vocab_size
-        self.metadata: dict = {}
-        options = {"dtype": dtype, "device": device}
+        self.metadata: dict[str, Any] = {}
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
         self.w_res = nn.Parameter(torch.zeros(num_heads, num_layers, hidden_size, hidden_size, **options))
         b_res = nn.Parameter(torch.zeros(num_heads, num_layers, hidden_size, **options)) if bias else None
         self.register_parameter("b_res", b_res)
@@ -157,12 +163,10 @@ class MedusaHeads(nn.Module):
             ValueError: keys are missing or unexpected (all are listed), or shapes disagree.
         """
         state = read_checkpoint(Path(path))
-        w_res, w_out = state.w_res, state.w_out
-        heads = cls(
-            *w_res.shape[:3], state.vocab_size, vocab_map=state.vocab_map, bias=state.b_res is not None, device="meta"
-        )
+        num_heads, num_layers, hidden_size = state.w_res.shape[:3]
+        heads = cls(num_heads, num_layers, hidden_size, state.vocab_size, bias=state.b_res is not None, device="meta")
         heads.metadata = state.metadata
-        for name, value in (("w_res", w_res), ("b_res", state.b_res), ("w_out", w_out)):
+        for name, value in (("w_res", state.w_res), ("b_res", state.b_res), ("w_out", state.w_out)):
             if value is not None:
                 setattr(heads, name, nn.Parameter(value.to(device=device, dtype=dtype)))
         heads.vocab_map = state.vocab_map if state.vocab_map is None else state.vocab_map.to(device)

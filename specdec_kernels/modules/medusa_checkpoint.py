@@ -150,29 +150,30 @@ def _wanted(parsed: dict, config: dict) -> set[tuple[str, int, int]]:
     return wanted
 
 
-def _stack(tensors: dict, config: dict, file: str) -> MedusaState:
+def _stack(tensors: dict[tuple[str, int, int], Tensor], config: dict, file: str) -> MedusaState:
     num_heads, num_layers = _count(tensors)
     first_out = tensors.get(("shared_out", 0, 0), tensors.get(("out", 0, 0)))
-    hidden_size = (tensors["weight", 0, 0] if num_layers else first_out).shape[-1]
-    _check_shapes(tensors, hidden_size, None if first_out is None else first_out.shape[0], file)
+    num_rows = None if first_out is None else first_out.shape[0]
+    first = tensors[("weight" if num_layers else "out"), 0, 0]
+    hidden_size = first.shape[-1]
+    _check_shapes(tensors, hidden_size, num_rows, file)
 
     def stack(kind: str) -> Tensor:
         return torch.stack([torch.stack([tensors[kind, h, r] for r in range(num_layers)]) for h in range(num_heads)])
 
-    if num_layers:
-        w_res, b_res = stack("weight"), stack("bias") if ("bias", 0, 0) in tensors else None
-    else:
-        w_res, b_res = first_out.new_zeros(num_heads, 0, hidden_size, hidden_size), None
+    w_res = stack("weight") if num_layers else first.new_zeros(num_heads, 0, hidden_size, hidden_size)
+    b_res = stack("bias") if ("bias", 0, 0) in tensors else None
     w_out = tensors.get(("shared_out", 0, 0))
     if ("out", 0, 0) in tensors:
         w_out = torch.stack([tensors["out", head, 0] for head in range(num_heads)])
+
     vocab_size, vocab_map = config.get("vocab_size"), tensors.get(("token_map", 0, 0))
     if vocab_map is not None:
-        vocab_map = _check_vocab_map(vocab_map, vocab_size, w_out, file)
+        vocab_map = _check_vocab_map(vocab_map, vocab_size, num_rows, file)
         if w_out is not None and w_out.shape[-2] > len(vocab_map):
             w_out = w_out.index_select(-2, vocab_map)
     elif w_out is not None:
-        vocab_size = w_out.shape[-2]
+        vocab_size = num_rows
     metadata = {name: value for name, value in config.items() if name not in _DECIDED}
     return MedusaState(w_res, b_res, w_out, vocab_map, vocab_size, metadata)
 
@@ -190,23 +191,23 @@ def _check_shapes(tensors: dict, hidden_size: int, num_rows: int | None, file: s
         raise ValueError(f"MedusaHeads: {file} has both a projection for each head and one for all")
 
 
-def _check_vocab_map(vocab_map: Tensor, vocab_size: int | None, w_out: Tensor | None, file: str) -> Tensor:
+def _check_vocab_map(vocab_map: Tensor, vocab_size: int | None, num_rows: int | None, file: str) -> Tensor:
     if vocab_map.dim() != 1 or vocab_map.is_floating_point() or len(vocab_map) == 0:
         raise ValueError(f"MedusaHeads: {file}: token_map must be a vector of ids, got {tuple(vocab_map.shape)}")
     smallest, largest = (int(x) for x in torch.aminmax(vocab_map))
     if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
         bad = smallest if smallest < 0 else largest
-        raise ValueError(f"MedusaHeads: {file}: token_map must hold ids in [0, {vocab_size}), got {bad}")
+        raise ValueError(f"MedusaHeads: {file}: token_map must hold ids of a vocabulary of {vocab_size}, got {bad}")
     # A projection over the whole vocabulary is cut to the rows of the map; a shorter one has no row for some ids.
-    num_rows = len(vocab_map) if w_out is None else w_out.shape[-2]
-    if num_rows < len(vocab_map) or (num_rows > len(vocab_map) and largest >= num_rows):
-        raise ValueError(f"MedusaHeads: {file}: token_map has {len(vocab_map)} ids up to {largest} for {num_rows} rows")
+    num_ids = len(vocab_map)
+    if num_rows is not None and (num_rows < num_ids or (num_rows > num_ids and largest >= num_rows)):
+        raise ValueError(f"MedusaHeads: {file}: token_map has {num_ids} ids up to {largest} for {num_rows} rows")
     return vocab_map.long()
 
 
 def _compare_config(config: dict, state: MedusaState, file_name: str) -> None:
     num_heads, num_layers, hidden_size = state.w_res.shape[:3]
-    found = {"num_heads": num_heads, "num_hidden_layers": num_layers, "hidden_size": hidden_size}
+    found: dict[str, int | None] = {"num_heads": num_heads, "num_hidden_layers": num_layers, "hidden_size": hidden_size}
     found |= {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers, "vocab_size": state.vocab_size}
     if state.vocab_map is not None:
         found["truncated_vocab_size"] = len(state.vocab_map)

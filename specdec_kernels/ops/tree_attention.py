@@ -124,7 +124,7 @@ def tree_attention(
         raise ValueError(f"{op}: k_cache must have at least T = {num_nodes} rows, got {num_rows}")
     if values_readable(prefix_len):
         check_values(op, "prefix_len", prefix_len, 0, num_rows - num_nodes)
-    options = {"scale": scale, "softcap": softcap, "window": window}
+    options: dict[str, object] = {"scale": scale, "softcap": softcap, "window": window}
     options |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
     return ops.tree_attention.default(q, k_cache, v_cache, tree_mask, prefix_len, **options)
 
@@ -187,7 +187,7 @@ def paged_tree_attention(
         raise ValueError(f"{op}: k_cache must have pages of at least one row, got {tuple(k_cache.shape)}")
     if values_readable(prefix_len, block_table):
         _check_pages(op, k_cache, block_table, prefix_len, q.shape[1])
-    options = {"scale": scale, "softcap": softcap, "window": window}
+    options: dict[str, object] = {"scale": scale, "softcap": softcap, "window": window}
     options |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
     return ops.paged_tree_attention.default(q, k_cache, v_cache, block_table, tree_mask, prefix_len, **options)
 
