@@ -36,8 +36,13 @@ def say(text: str) -> None:
     print(f"specdec-kernels: {text}", file=sys.stderr, flush=True)
 
 
-def find_cxx() -> str | None:
-    return shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+def find_cxx() -> list[str] | None:
+    """Return the compiler as words: what CXX says and nothing else, or one of the usual names."""
+    for command in [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]:
+        words = shlex.split(command)
+        if shutil.which(words[0]):
+            return words
+    return None
 
 
 def find_nvcc() -> str | None:
@@ -117,10 +122,11 @@ def ninja_rules() -> str:
     told = '"' + shlex.join([*common[:2], *user_flags]).replace('"', '\\"') + '"'
     cxx_flags = [*common, *user_flags, "-fPIC", "-fvisibility=hidden", f"-ffile-prefix-map={ROOT}/="]
     cxx_flags += ["-Wall", "-Wextra", "-Wno-unused-parameter", f"-DSPECDEC_CXX_FLAGS={told}"]
-    nvcc_flags = [*common, "--threads", "0", "-Xcompiler", "-fPIC", "-Xptxas", "-v", "-DUSE_CUDA", *cuda_arch_flags()]
+    nvcc_flags = [*common, "--threads", "0", "-Xcompiler", f"-fPIC,-ffile-prefix-map={ROOT}/=", "-DUSE_CUDA"]
+    nvcc_flags += ["-Xptxas", "-v", *cuda_arch_flags()]
     shared = ["-shared", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
     libraries = [*(f"-L{p}" for p in library_paths()), "-ltorch", "-ltorch_cpu", "-lc10"]
-    cxx, nvcc = shell_words([find_cxx()]), shell_words([find_nvcc() or "nvcc"])
+    cxx, nvcc = shell_words(find_cxx() or ["c++"]), shell_words([find_nvcc() or "nvcc"])
     return f"""\
 rule cxx
   command = {cxx} -MMD -MF $out.d {shell_words([*cxx_flags, *includes])} -c $in -o $out
