@@ -166,8 +166,8 @@ def verify_tree(
             candidates, n-grams). None for drawn drafts is exact but accepts fewer; logits for chosen drafts are not
             exact. A draft with ``q(x) == 0`` cannot have been drawn and is judged as chosen.
         temperature: ``(B,) fp32``, finite, >= 0; divides target and draft logits. Below 1e-5 the row is greedy: the
-            draft that is the target's argmax (the lowest, if several) is accepted; draft_logits and uniforms are not
-            looked at. For drafts drawn at another temperature t scale the draft logits by ``temperature / t``.
+            draft that is the target's argmax (the lowest, if several) is accepted; draft_logits and uniforms do not
+            matter. For drafts drawn at another temperature t scale the draft logits by ``temperature / t``.
         uniforms: ``(B, T)`` fp32 or fp64 in [0, 1), independent; see `philox_uniforms`. Column i decides node i, column
             0 makes the final draw.
         num_nodes: ``(B,) int32`` in [0, T], nodes in use of each row; None: all; 0 counts as 1. Nothing behind them is

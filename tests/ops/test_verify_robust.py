@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec_kernels import Verification, verify_chain, verify_tree, verify_tree_greedy, verify_tree_typical
+from specdec_kernels._ops import ops
 
 from .test_verify import CALLS, assert_same, make_inputs
 
@@ -47,6 +48,36 @@ def test_unreadable_row_is_reported_alone(backend, name, kind):
         assert result.num_accepted[row] == 0
         assert (result.output_ids[row] == -1).all()
         assert (result.accepted[row] == -1).all()
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+@pytest.mark.parametrize("name", ["chain", "block", "tree", "tree-chosen", "greedy", "typical"])
+def test_unreadable_row_of_an_accepted_node(backend, name, kind):
+    """The row after the last accepted draft makes the final draw: the drafts before it are not returned either."""
+    inputs = make_inputs(3, 2, 11)
+    inputs["target_logits"][:, 0] = 0
+    inputs["target_logits"][:, 0, 4] = 50
+    inputs["draft_logits"][:, 0] = inputs["target_logits"][:, 0]
+    inputs["ids"].fill_(4)
+    inputs["num_nodes"].fill_(2)
+    assert run(name, inputs).num_accepted.tolist() == [1, 1, 1]
+    BAD_ROWS[kind](inputs["target_logits"][1, 1])
+    BAD_ROWS[kind](inputs["target_logits"][2, 1])
+    result = run(name, inputs)
+    assert result.num_accepted.tolist() == [1, 0, 0]
+    assert (result.output_ids[1:] == -1).all()
+
+
+def test_greedy_rows_need_no_uniforms_and_no_draft_logits(backend):
+    """Called below the checks, which want uniforms in [0, 1) even there."""
+    inputs = make_inputs(4, 7, 11)
+    inputs["temperature"].fill_(0)
+    args = CALLS["tree"][2](inputs)
+    expected = verify_tree(**args)
+    args["uniforms"] = torch.full_like(args["uniforms"], torch.nan)
+    args["draft_logits"] = torch.full_like(args["draft_logits"], torch.nan)
+    found = ops.verify_tree.default(*args.values(), with_replacement=False, draft_vocab_map=None)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)
