@@ -132,12 +132,12 @@ class MedusaHeads(nn.Module):
         return medusa_project_topk(hidden, self.w_res, self.b_res, w_out, k, vocab_map=self.vocab_map)
 
     def _projection(self, lm_head_weight: Tensor | None) -> Tensor:
-        if (self.w_out is None) == (lm_head_weight is None):
-            has = "their own projection" if self.w_out is not None else "no projection of their own"
-            verb = "must not" if self.w_out is not None else "must"
-            raise ValueError(f"MedusaHeads: these heads have {has}, so lm_head_weight {verb} be given")
         if self.w_out is not None:
+            if lm_head_weight is not None:
+                raise ValueError("MedusaHeads: these heads have their own projection: lm_head_weight must not be given")
             return self.w_out
+        if lm_head_weight is None:
+            raise ValueError("MedusaHeads: these heads have no projection of their own: lm_head_weight must be given")
         if self.num_rows not in (None, lm_head_weight.shape[0]):
             raise ValueError(
                 f"MedusaHeads: lm_head_weight must have {self.num_rows} rows, got {lm_head_weight.shape[0]} "

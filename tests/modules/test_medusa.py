@@ -128,8 +128,8 @@ def test_state_dict_round_trip() -> None:
 @pytest.mark.parametrize(
     ("own", "vocab_map", "lm_head", "message"),
     [
-        (True, None, torch.zeros(20, 8), "have their own projection, so lm_head_weight must not be given"),
-        (False, None, None, "have no projection of their own, so lm_head_weight must be given"),
+        (True, None, torch.zeros(20, 8), "have their own projection: lm_head_weight must not be given"),
+        (False, None, None, "have no projection of their own: lm_head_weight must be given"),
         (False, None, torch.zeros(19, 8), "lm_head_weight must have 20 rows, got 19"),
         (False, torch.tensor([1, 2]), torch.zeros(20, 8), r"must have 2 rows, got 20 .*select_rows"),
     ],
