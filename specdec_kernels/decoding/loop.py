@@ -120,6 +120,9 @@ def decode(
     limits = _checked_limits(target, drafter, prompt_ids, prompt_len, max_new_tokens)
     rows = _Rows(limits, frozenset(eos_ids), DecodeStats() if stats is None else stats)
     clock = PhaseClock(rows.stats, prompt_ids.device)
+    # Greedy decisions draw nothing: whatever stands in the place of the uniforms does not matter.
+    unread = torch.full((len(limits), drafter.max_nodes), 0.5, device=prompt_ids.device)
+    is_greedy = not isinstance(temperature, Tensor) and temperature == 0
     if not isinstance(temperature, Tensor):
         temperature = torch.full(prompt_len.shape, temperature, dtype=torch.float32, device=prompt_ids.device)
     if seeds is None:
@@ -128,12 +131,15 @@ def decode(
         check_shape("decode", name, tensor, prompt_len.shape)
 
     def judge(draft: Draft, output: TargetOutput, root_position: Tensor) -> Step:
-        question = (draft, output.logits, temperature, uniforms_at(seeds, root_position, draft.ids.shape[1]))
+        num_nodes = draft.ids.shape[1]
+        uniforms = unread[:, :num_nodes] if is_greedy else uniforms_at(seeds, root_position, num_nodes)
+        question = (draft, output.logits, temperature, uniforms)
         if process_logits is None:
             verification, processed = acceptance(*question), None
         else:
             process = partial(process_logits, draft=draft, emitted=rows.emitted)
-            verification, processed = verify_processed(acceptance, *question, process)
+            _, active = rows.taken(prompt_ids.device)
+            verification, processed = verify_processed(acceptance, *question, process, active)
         decided = torch.cat([verification.num_accepted[:, None], verification.output_ids], dim=1).tolist()
         clock.lap("verify")
         rows.take(decided)

@@ -21,6 +21,7 @@ def verify_processed(
     temperature: Tensor,
     uniforms: Tensor,
     process: ProcessNodes,
+    active: Tensor,
 ) -> tuple[Verification, Tensor]:
     """Decide as ``acceptance(draft, processed logits, …)`` would, bit for bit.
 
@@ -33,17 +34,19 @@ def verify_processed(
         acceptance, draft, target_logits, temperature, uniforms: as in `Acceptance`.
         process: ``(logits (B, V), nodes (B,) int64) → (B, V)``, processes the logits after one node of each row; where
             a node is −1 nothing is needed and the result is not read.
+        active: ``(B,) bool``; nothing is processed for the other rows, and what is returned for them means nothing.
 
     Returns:
         The verification, and the processed logits ``(B, N+1, V)`` from which its output ids were chosen, one for each;
         behind the last of them they mean nothing.
     """
     if not _decides_node_by_node(acceptance):
-        nodes = torch.arange(draft.ids.shape[1], device=draft.ids.device)[:, None].expand(-1, len(draft.ids))
+        nodes = torch.arange(draft.ids.shape[1], device=draft.ids.device)[:, None]
+        nodes = torch.where(active, nodes, -1)
         processed = torch.stack([process(target_logits[:, i], nodes[i]) for i in range(len(nodes))], dim=1)
         verification = acceptance(draft, processed, temperature, uniforms)
         return verification, along_path(processed, verification)
-    return _walk(acceptance, draft, target_logits, temperature, uniforms, process)
+    return _walk(acceptance, draft, target_logits, temperature, uniforms, process, active)
 
 
 def along_path(values: Tensor, verification: Verification) -> Tensor:
@@ -59,10 +62,10 @@ def _walk(
     temperature: Tensor,
     uniforms: Tensor,
     process: ProcessNodes,
+    walking: Tensor,
 ) -> tuple[Verification, Tensor]:
     batch = torch.arange(len(draft.ids), device=draft.ids.device)
     node = torch.zeros_like(batch)
-    walking = torch.ones_like(batch, dtype=torch.bool)
     levels: list[tuple[Tensor, Tensor, Tensor]] = []
     while len(levels) <= draft.max_depth and not (values_readable(walking) and levels and not walking.any()):
         logits = process(target_logits[batch, node], torch.where(walking, node, -1))

@@ -11,6 +11,7 @@ from specdec_kernels.tree import DraftTree
 from .toy import draft_of
 
 BATCH, VOCAB = 7, 6
+EVERY_ROW = torch.ones(BATCH, dtype=torch.bool)
 RULES = {
     "greedy": GreedyAcceptance(),
     "rejection": RejectionAcceptance(),
@@ -41,17 +42,20 @@ def test_equals_the_verification_of_processed_logits(rule, sampled, num_nodes):
         if seed % 2:
             draft = draft._replace(num_nodes=torch.randint(1, num_nodes + 1, (BATCH,), dtype=torch.int32))
         processed = 3 * logits
-        if seed == 3:
-            processed[4] = torch.nan
-            processed[5, -1] = torch.nan
+        if seed > 3:  # NaN where a walk ends, which is below the root for some
+            path = RULES[rule](draft, processed, temperature, uniforms)
+            last = along_path(torch.arange(num_nodes).expand(BATCH, -1), path).gather(
+                1, path.num_accepted[:, None].long()
+            )
+            processed[torch.arange(4), last[:4, 0]] = torch.nan
         expected = RULES[rule](draft, processed, temperature, uniforms)
 
         def process(rows, nodes, logits=logits, processed=processed):
             index = torch.arange(BATCH)
             assert torch.equal(rows[nodes >= 0], logits[index, nodes][nodes >= 0])
-            return torch.where(nodes[:, None] >= 0, processed[index, nodes], torch.nan)
+            return torch.where(nodes[:, None] >= 0, processed[index, nodes], 0.0)
 
-        actual, path_logits = verify_processed(RULES[rule], draft, logits, temperature, uniforms, process)
+        actual, path_logits = verify_processed(RULES[rule], draft, logits, temperature, uniforms, process, EVERY_ROW)
         for got, wanted in zip(actual, expected, strict=True):
             assert got.dtype == wanted.dtype
             assert torch.equal(got, wanted)
@@ -70,9 +74,25 @@ def test_only_nodes_on_the_walk_are_processed():
         met.append(nodes)
         return rows
 
-    verification, _ = verify_processed(RejectionAcceptance(), draft, logits, temperature, uniforms, process)
+    verification, _ = verify_processed(RejectionAcceptance(), draft, logits, temperature, uniforms, process, EVERY_ROW)
     count = int(verification.num_accepted.max())
     assert count >= 1
     assert torch.equal(
         torch.stack(met, 1), torch.cat([torch.zeros(BATCH, 1), verification.accepted[:, :count]], 1).long()
     )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_that_have_ended_cost_nothing(rule):
+    tree = DraftTree.chain(4)
+    draft, logits, temperature, uniforms = case(tree, seed=2, sampled=False)
+    active = torch.arange(BATCH) % 2 == 0
+    expected = RULES[rule](draft, logits, temperature, uniforms)
+
+    def process(rows, nodes):
+        assert (nodes[~active] == -1).all()
+        return rows
+
+    actual, _ = verify_processed(RULES[rule], draft, logits, temperature, uniforms, process, active)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert torch.equal(got[active], wanted[active])

@@ -41,11 +41,10 @@ class MedusaDrafter:
 
     def __init__(self, heads: MedusaHeads, tree: DraftTree, lm_head_weight: Tensor | None = None):
         _check_projection(heads, lm_head_weight)
-        weight = heads.w_out if heads.w_out is not None else heads.select_rows(lm_head_weight)
-        tree.check_heads(heads.num_heads, top_k=weight.shape[-2])
+        self._shared_weight = None if lm_head_weight is None else heads.select_rows(lm_head_weight.detach())
+        tree.check_heads(heads.num_heads, heads.num_rows if self._shared_weight is None else len(self._shared_weight))
         self.heads, self.tree = heads, tree
         self.tree_metadata: dict[str, Any] = {}
-        self._shared_weight = None if heads.w_out is not None else weight.detach()
         self._top_k = max(tree.ranks) + 1
         device = heads.w_res.device
         columns = [
