@@ -50,6 +50,10 @@ format: setup
 	@$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
+# Builds the torch-free drivers of tests/native with AddressSanitizer and UBSan, and runs them.
+sanitize: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/native
+
 bench: setup
 	@$(BIN)/specdec-kernels bench $(ARGS)
 

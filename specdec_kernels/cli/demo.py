@@ -1,0 +1,152 @@
+"""``specdec-kernels demo``: decode a few prompts plainly and speculatively on this machine, and compare."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..hf.load import PACKAGED_MODEL
+
+# Heads that come with the repository; they fit the packaged model only.
+SHIPPED_HEADS = Path(__file__).parents[2] / "examples" / "heads" / "smollm2-135m-instruct-medusa"
+
+PROMPTS = (
+    "Explain in a few sentences why the sky is blue during the day and red in the evening.",
+    "Write a Python function that returns the n-th Fibonacci number, and explain it step by step.",
+    "List ten practical tips for someone who starts growing vegetables on a balcony.",
+)
+
+
+@dataclass
+class Comparison:
+    """One prompt, decoded twice."""
+
+    plain_ids: list[int]
+    speculative_ids: list[int]
+    plain_s: float
+    speculative_s: float
+
+    @property
+    def first_difference(self) -> int | None:
+        """Position of the first token that differs, None when the texts are equal."""
+        pairs = zip(self.plain_ids, self.speculative_ids, strict=False)
+        differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if differing is None and len(self.plain_ids) != len(self.speculative_ids):
+            return min(len(self.plain_ids), len(self.speculative_ids))
+        return differing
+
+
+def add_arguments(parser) -> None:
+    """Declare the options of the demo."""
+    parser.add_argument("--prompt", action="append", help="a user message; may be given several times")
+    parser.add_argument("--model", default=PACKAGED_MODEL, help="'smollm2', a folder, a .gguf file, or a hub id")
+    parser.add_argument("--heads", type=Path, help="folder with Medusa heads (default: the shipped ones for smollm2)")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling, when the temperature is above 0")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+
+
+def run(args) -> int:
+    """Load the model and the heads, decode every prompt twice, print the table and the tree."""
+    from transformers.utils import logging
+
+    from ..decoding.drafters.medusa import MedusaDrafter
+    from ..hf.load import load_model, load_tokenizer
+
+    logging.disable_progress_bar()
+    heads = args.heads or _heads_for(args.model)
+    print(f"loading {args.model} ({args.dtype}) ...", flush=True)
+    model = load_model(args.model, dtype=getattr(torch, args.dtype), device=args.device)
+    tokenizer = load_tokenizer(args.model)
+    drafter = MedusaDrafter.from_pretrained(heads, model)
+    _decode_both(model, drafter, _encode(tokenizer, "Hello"), args, None, max_new_tokens=8)
+    comparisons, stats = [], None
+    for prompt in args.prompt or PROMPTS:
+        print(f"\n> {prompt}\n", flush=True)
+        comparison, stats = _decode_both(model, drafter, _encode(tokenizer, prompt), args, tokenizer, stats=stats)
+        comparisons.append(comparison)
+    _print_table(comparisons, stats, drafter, sampled=args.temperature > 0)
+    return 0
+
+
+def _heads_for(model_name: str) -> Path:
+    if model_name != PACKAGED_MODEL:
+        raise SystemExit(
+            f"no heads are shipped for {model_name}; train some with "
+            f"`specdec-kernels train medusa --model {model_name} --out HEADS`, then pass --heads HEADS"
+        )
+    if not SHIPPED_HEADS.exists():
+        raise SystemExit(
+            "the shipped heads lie in a clone of the repository (examples/heads); pass --heads FOLDER"
+        )
+    return SHIPPED_HEADS
+
+
+def _encode(tokenizer, prompt: str) -> dict[str, torch.Tensor]:
+    if tokenizer.chat_template is None:
+        return dict(tokenizer(prompt, return_tensors="pt"))
+    messages = [{"role": "user", "content": prompt}]
+    return dict(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    )
+
+
+def _decode_both(model, drafter, inputs, args, tokenizer, *, stats=None, max_new_tokens=None):
+    """Decode a prompt plainly, then speculatively with the text streaming when a tokenizer is given."""
+    from transformers import TextStreamer
+
+    from ..decoding.stats import DecodeStats
+    from ..hf.generate import speculative_generate
+
+    inputs = {name: tensor.to(args.device) for name, tensor in inputs.items()}
+    options = {"max_new_tokens": max_new_tokens or args.max_new_tokens, "do_sample": args.temperature > 0}
+    if args.temperature > 0:
+        options["temperature"] = args.temperature
+    stats = stats or DecodeStats()
+    torch.manual_seed(args.seed)
+    plain_s, plain = _timed(lambda: model.generate(**inputs, **options), args.device)
+    options |= {"custom_generate": speculative_generate, "drafter": drafter, "stats": stats, "seed": args.seed}
+    if tokenizer is not None:
+        options["token_streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    speculative_s, ours = _timed(lambda: model.generate(**inputs, **options), args.device)
+    prompt_len = inputs["input_ids"].shape[1]
+    return Comparison(plain[0, prompt_len:].tolist(), ours[0, prompt_len:].tolist(), plain_s, speculative_s), stats
+
+
+def _timed(function, device: str):
+    start = time.perf_counter()
+    result = function()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, result
+
+
+def _print_table(comparisons: list[Comparison], stats, drafter, sampled: bool) -> None:
+    """Print tokens/s, speed-up, tokens per step, equality, and the draft tree."""
+    from ..tree.draw import draw_text
+
+    plain = sum(len(c.plain_ids) for c in comparisons) / sum(c.plain_s for c in comparisons)
+    ours = sum(len(c.speculative_ids) for c in comparisons) / sum(c.speculative_s for c in comparisons)
+    rows = [
+        ("plain model.generate", f"{plain:.1f} tokens/s"),
+        ("speculative", f"{ours:.1f} tokens/s"),
+        ("speed-up", f"{ours / plain:.2f} x"),
+        ("mean accepted drafts per step", f"{stats.mean_accepted:.2f} ({stats.tokens_per_step:.2f} tokens per step)"),
+        ("tree size", f"{drafter.tree.num_nodes} nodes, depth {drafter.tree.max_depth}"),
+        ("output identical", _verdict(comparisons, sampled)),
+    ]
+    print("\n" + "\n".join(f"{name:<32}{value}" for name, value in rows))
+    print("\ndraft tree (node numbers; children are ranked candidates of the next head)\n")
+    print(draw_text(drafter.tree))
+
+
+def _verdict(comparisons: list[Comparison], sampled: bool) -> str:
+    if sampled:
+        return "not compared: sampled runs agree in distribution, not token for token"
+    places = [(i, c.first_difference) for i, c in enumerate(comparisons, 1) if c.first_difference is not None]
+    if not places:
+        return "yes"
+    return "no: " + ", ".join(f"prompt {i} first differs at token {where}" for i, where in places)
