@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import torch
@@ -110,6 +111,8 @@ def test_interrupted_generation_continues_to_the_same_texts(tiny, tmp_path, monk
     assert len(before) == 4
     continued = generate_conversations(tmp_path / "cut", options(tiny), num_tokens=150, num_slots=3)
     assert set(before) <= set(continued)
+    written = re.findall(r'"index":(\d+)', file.read_text())
+    assert len(written) - len(set(written)) <= 1  # only the one that was cut off is written again
     common = {c.index: c for c in whole}
     assert len(common.keys() & {c.index for c in continued}) > 5
     assert all(c == common.get(c.index, c) for c in continued)

@@ -59,7 +59,8 @@ def test_training_lowers_the_loss_and_writes_the_curve(tmp_path):
     assert losses[0]["head_losses"] == pytest.approx([losses[0]["loss"], 2 * losses[0]["loss"]], rel=1e-4)
 
 
-@pytest.mark.parametrize("stop_after", [6, 7])  # at a checkpoint, and past one: the step after it is done again
+# At a checkpoint; past one, so that a step is done again; and so far past it that a line of the curve is written again.
+@pytest.mark.parametrize("stop_after", [6, 7, 8])
 def test_resumed_run_gives_the_same_losses_and_weights(tmp_path, stop_after):
     whole = trainer(tmp_path / "whole")
     whole.run()
