@@ -12,6 +12,7 @@ LibTorch stable ABI only, so nvcc can compile them against a CPU-only torch whee
 """
 
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -30,6 +31,15 @@ CUDA_NAME = "specdec_kernels._C_cuda"
 # 2.10: the oldest stable ABI that has what we use; see torch/csrc/stable/version.h.
 TORCH_TARGET_VERSION = "0x020a000000000000"
 DEFAULT_CUDA_ARCHS = "8.0;9.0;10.0+PTX"
+# csrc/cpu/<folder>: sources compiled for more than the compiler's default instruction set; kernels choose at run time.
+# GCC's AVX512 headers warn about their own undefined vectors.
+AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
+AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-Wno-maybe-uninitialized"]
+ISA_FLAGS = {
+    "avx2": AVX2_FLAGS,
+    "avx512": AVX512_FLAGS,
+    "avx512_bf16": [*AVX512_FLAGS, "-mavx512bf16"],
+}
 
 
 def say(text: str) -> None:
@@ -81,7 +91,8 @@ def choose_extensions() -> list[Extension]:
         if reason:
             say(f"skipping {name}: {reason}")
         else:
-            folders = ("cuda",) if name == CUDA_NAME else ("cpu", ".")
+            isa_folders = [f"cpu/{f}" for f in ISA_FLAGS] if platform.machine() in ("x86_64", "AMD64") else []
+            folders = ["cuda"] if name == CUDA_NAME else ["cpu", *isa_folders, "."]
             sources = [
                 p for f in folders for p in sorted((ROOT / "csrc" / f).glob("*.c*")) if p.suffix in (".cpp", ".cu")
             ]
@@ -121,7 +132,8 @@ def ninja_rules() -> str:
     user_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
     told = '"' + shlex.join([*common[:2], *user_flags]).replace('"', '\\"') + '"'
     cxx_flags = [*common, *user_flags, "-fPIC", "-fvisibility=hidden", f"-ffile-prefix-map={ROOT}/="]
-    cxx_flags += ["-Wall", "-Wextra", "-Wno-unused-parameter", f"-DSPECDEC_CXX_FLAGS={told}"]
+    # No contraction: whether a * b + c is fused must not depend on where the compiler inlines it.
+    cxx_flags += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=off", f"-DSPECDEC_CXX_FLAGS={told}"]
     nvcc_flags = [*common, "--threads", "0", "-Xcompiler", f"-fPIC,-ffile-prefix-map={ROOT}/=", "-DUSE_CUDA"]
     nvcc_flags += ["-Xptxas", "-v", *cuda_arch_flags()]
     shared = ["-shared", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
@@ -129,7 +141,7 @@ def ninja_rules() -> str:
     cxx, nvcc = shell_words(find_cxx() or ["c++"]), shell_words([find_nvcc() or "nvcc"])
     return f"""\
 rule cxx
-  command = {cxx} -MMD -MF $out.d {shell_words([*cxx_flags, *includes])} -c $in -o $out
+  command = {cxx} -MMD -MF $out.d {shell_words([*cxx_flags, *includes])} $isa_flags -c $in -o $out
   depfile = $out.d
   deps = gcc
 rule nvcc
@@ -150,6 +162,7 @@ def ninja_text(sources: list[str], target: Path, work: Path) -> str:
     for source in sources:
         objects.append(ninja_path(work / f"{source.replace('/', '_')}.o"))
         lines.append(f"build {objects[-1]}: {'nvcc' if source.endswith('.cu') else 'cxx'} {ninja_path(ROOT / source)}")
+        lines.append(f"  isa_flags = {shell_words(ISA_FLAGS.get(Path(source).parent.name, []))}")
     link = "link_nvcc" if any(s.endswith(".cu") for s in sources) else "link_cxx"
     lines.append(f"build {ninja_path(target)}: {link} {' '.join(objects)}")
     return "\n".join(lines) + "\n"

@@ -28,5 +28,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "CPU kernels of specdec_kernels; importing registers them.";
   m.def("build_info", &specdec::build_info, "Compiler, flags, torch version and instruction set of this build.");
   m.def("cpu_isa", &specdec::cpu_isa, "Instruction sets of this machine that matter here, best last.");
+  m.def("limit_isa", &specdec::limit_isa,
+        "Let kernels use at most this level: plain, avx2, avx512, avx512_bf16; anything else: the machine's best.");
   m.def("schemas", &specdec::native_schemas, "Op name -> argument types of its native kernel, as torch prints them.");
 }

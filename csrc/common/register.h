@@ -48,8 +48,8 @@ inline std::map<std::string, std::string>& native_schemas() {
   return schemas;
 }
 
-template <class... Arguments>
-std::string schema_types(void (*)(Arguments...)) {
+template <class Result, class... Arguments>
+std::string schema_types(Result (*)(Arguments...)) {
   std::string text;
   ((text += (text.empty() ? "" : ", ") + SchemaType<std::remove_cvref_t<Arguments>>::name()), ...);
   return text;
