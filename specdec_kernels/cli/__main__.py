@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "demo": "decode a few prompts plainly and speculatively, and compare",
     "doctor": "show versions, devices, and which kernel serves each op",
+    "inspect": "compile the Triton kernels for a GPU that need not be here; show registers, spills, occupancy",
     "bench": "run a microbenchmark on this machine",
     "train": "train draft heads for a model",
     "tree": "draw, convert and optimise draft trees",

@@ -86,6 +86,22 @@ class Compiled:
         """Count the instructions whose whole text (name and modifiers) matches a regular expression."""
         return sum(n for text, n in self.instructions.items() if re.fullmatch(pattern, text))
 
+    def matrix_instructions(self) -> dict[str, int]:
+        """Return how many instructions of each kind of matrix unit there are."""
+        kinds = {"mma": r"[HIQD]MMA\..*", "wgmma": r"[HIQ]GMMA\..*", "tcgen05": r"UTC[HIQO]MMA.*", "mfma": "v_mfma.*"}
+        return {name: n for name, pattern in kinds.items() if (n := self.count(pattern))}
+
+    def wide_loads(self) -> int:
+        """Count loads of 16 bytes a lane from global memory, asynchronous ones (to shared memory) included."""
+        return self.count(r"(LDGSTS|LDG)\..*128.*|(global|buffer|flat)_load_(dwordx4|b128).*")
+
+    def faults(self) -> list[str]:
+        """Name what no shipped kernel may have: spills, or more shared memory than there is."""
+        limit = ARCHITECTURES[self.architecture].shared_bytes
+        found = [f"{self.spill_bytes} bytes of stack"] if self.spill_bytes else []
+        found += [f"{self.shared_bytes} bytes of shared memory, limit {limit}"] if self.shared_bytes > limit else []
+        return found
+
 
 class _NoDevice:
     """What Triton asks of a driver when it compiles."""

@@ -5,7 +5,7 @@ range of keys. Whole prefix tiles are scored without any mask; the tiles at the 
 edge of a window) take a 64-bit word of visible keys for each row. ``docs/tree_attention.md`` draws it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -29,6 +29,7 @@ from ._attention_tiles import (
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234e38)
+_MERGED_AT_ONCE = 16
 
 
 @triton.jit(
@@ -223,20 +224,18 @@ class Plan:
 
     block_m: int
     block_n: int
-    num_warps: int
-    num_stages: int
     min_split_len: int
     target_programs: int
-    precision: str
+    compile_options: dict = field(hash=False)  # num_warps, num_stages, and maxnreg where ptxas needs to be told
 
-    def num_splits(self, capacity: int, num_tiles: int) -> int:
+    def num_splits(self, max_keys: int, num_tiles: int) -> int:
         """Return into how many ranges the keys of one batch row may be split.
 
-        As many as let a batch of one fill the device, none shorter than ``min_split_len``. Bounded by the capacity, so
-        that a captured graph can be replayed with any prefix; the batch size is left out, so that it does not
-        change a row's bits.
+        As many as let a batch of one fill the device, none shorter than ``min_split_len``. Bounded by the most keys
+        that fit, so that a captured graph can be replayed with any prefix; the batch size is left out, so that
+        it does not change a row's bits.
         """
-        return max(1, min(self.target_programs // num_tiles, capacity // self.min_split_len))
+        return max(1, min(self.target_programs // num_tiles, max_keys // self.min_split_len))
 
 
 @cache
@@ -246,12 +245,10 @@ def choose_plan(device: _common.Device, q_dtype, cache_dtype, head_dim: int, v_d
     kind = "fp32" if q_dtype == torch.float32 else "fp16" if cache_dtype == q_dtype else "quantised"
     tiles = parameters[kind][str(_common.block(max(head_dim, v_dim, 64)))]
     tile = next(t for t in tiles if num_rows <= t.get("max_rows", num_rows))
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return Plan(
-        *(tile[name] for name in ("block_m", "block_n", "num_warps", "num_stages", "min_split_len")),
-        target_programs=device.num_multiprocessors,
-        precision=precision,
-    )
+    # The option is named because Triton's default is changing.
+    options = {n: tile[n] for n in ("num_warps", "num_stages", "maxnreg") if n in tile} | {"enable_fp_fusion": True}
+    sizes = (tile[name] for name in ("block_m", "block_n", "min_split_len"))
+    return Plan(*sizes, device.num_multiprocessors, options)
 
 
 def tree_attention_triton(q, k_cache, v_cache, tree_mask, prefix_len, **options) -> tuple[Tensor, Tensor]:
@@ -279,55 +276,58 @@ def _attend(
     q, k_cache, v_cache, block_table, tree_mask, prefix_len, *, scale, softcap, window, sinks, k_scale, v_scale
 ):
     batch, num_nodes, num_q_heads, head_dim = q.shape
-    num_kv_heads, v_dim = k_cache.shape[2], v_cache.shape[3]
+    page_size, num_kv_heads, v_dim = v_cache.shape[1:]
+    group_size = num_q_heads // num_kv_heads
     out = q.new_empty(batch, num_nodes, num_q_heads, v_dim)
     lse = q.new_empty(batch, num_nodes, num_q_heads, dtype=torch.float32)
     if batch == 0:
         return out, lse
     device = _common.device_of(q)
-    group_size = num_q_heads // num_kv_heads
     plan = choose_plan(device, q.dtype, k_cache.dtype, head_dim, v_dim, num_nodes * group_size)
     num_row_tiles = triton.cdiv(num_nodes * group_size, plan.block_m)
-    page = 0 if block_table is None else k_cache.shape[1]
-    capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * page
-    num_splits = plan.num_splits(capacity, num_row_tiles * num_kv_heads)
-    partial, partial_lse = out, lse  # never written without splits
-    if num_splits > 1:
-        partial = q.new_empty(batch, num_splits, *out.shape[1:], dtype=torch.float32)
-        partial_lse = q.new_empty(batch, num_splits, *lse.shape[1:], dtype=torch.float32)
+    max_keys = page_size if block_table is None else block_table.shape[1] * page_size
+    if window is not None:
+        max_keys = min(max_keys, window + num_nodes + plan.block_n)
+    num_splits = plan.num_splits(max_keys, num_row_tiles * num_kv_heads)
+    partial, partial_lse = _split_results(out, lse, num_splits)
     if k_cache.dtype == torch.float8_e4m3fn and not device.has_fp8:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     table = block_table if block_table is None or block_table.stride(1) == 1 else block_table.contiguous()
     tree_mask, prefix_len = tree_mask.contiguous(), prefix_len.contiguous()
-    window = None if window is None else min(window, 2**30)
-    splits = (window, num_nodes, num_splits, plan.min_split_len)
-    _tree_attention_kernel[(num_row_tiles * num_splits, num_kv_heads, batch)](
-        *(q, k_cache, v_cache, table, tree_mask, prefix_len, sinks if sinks is None else sinks.contiguous()),
-        *(k_scale, v_scale, out, lse, partial, partial_lse),
-        *(head_dim**-0.5 if scale is None else scale, softcap, *splits, group_size),
-        *(*q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3]),
-        0 if table is None else table.stride(0),
-        0 if tree_mask.shape[0] == 1 else tree_mask.stride(0),
-        *(0 if x is None or x.dim() == 0 else x.stride(0) for x in (k_scale, v_scale)),
-        D=head_dim,
-        DV=v_dim,
-        PAGE=page,
-        PRECISION=plan.precision,
-        BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n,
-        BLOCK_D=_common.block(head_dim),
-        BLOCK_DV=_common.block(v_dim),
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-        enable_fp_fusion=True,  # said because Triton's default is changing
-    )
-    if num_splits > 1:
-        _merge_splits_kernel[(num_nodes * num_q_heads, batch)](
-            *(partial, partial_lse, prefix_len, out, lse, *splits),
-            DV=v_dim,
-            BLOCK_N=plan.block_n,
-            BLOCK_S=16,
-            BLOCK_DV=_common.block(v_dim),
-            enable_fp_fusion=True,
+    splits = (None if window is None else min(window, 2**30), num_nodes, num_splits, plan.min_split_len)
+    with torch.cuda.device_of(q):
+        _tree_attention_kernel[(num_row_tiles * num_splits, num_kv_heads, batch)](
+            *(q, k_cache, v_cache, table, tree_mask, prefix_len, sinks if sinks is None else sinks.contiguous()),
+            *(k_scale, v_scale, out, lse, partial, partial_lse),
+            *(head_dim**-0.5 if scale is None else scale, softcap, *splits, group_size),
+            *(*q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3]),
+            0 if table is None else table.stride(0),
+            0 if tree_mask.shape[0] == 1 else tree_mask.stride(0),
+            *(0 if x is None or x.dim() == 0 else x.stride(0) for x in (k_scale, v_scale)),
+            *(head_dim, v_dim, 0 if table is None else page_size, _dot_precision(q)),
+            *(plan.block_m, plan.block_n, _common.block(head_dim), _common.block(v_dim)),
+            **plan.compile_options,
         )
+        if num_splits > 1:
+            _merge_splits_kernel[(num_nodes * num_q_heads, batch)](
+                *(partial, partial_lse, prefix_len, out, lse, *splits),
+                *(v_dim, plan.block_n, _MERGED_AT_ONCE, _common.block(v_dim)),
+                enable_fp_fusion=True,
+            )
     return out, lse
+
+
+def _split_results(out: Tensor, lse: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+    """Return where the splits leave their results. Without splits anything of that dtype does: nothing is written."""
+    if num_splits == 1:
+        return lse, lse
+    batch, *rest = out.shape
+    partial = out.new_empty(batch, num_splits, *rest, dtype=torch.float32)
+    return partial, lse.new_empty(batch, num_splits, *rest[:2])
+
+
+def _dot_precision(q: Tensor) -> str:
+    """Return how fp32 products are made: exact to fp32, unless torch was told otherwise."""
+    if q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "ieee"

@@ -1,0 +1,117 @@
+"""``specdec-kernels inspect``: compile the Triton kernels for GPUs that need not be here, and show what they take."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES |= {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+# (D, Dv), one for each entry of the launch parameters; --all adds the dims that share an entry.
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+MORE_DIMS = [(80, 80), (96, 96), (112, 112)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of one op, as small as it can be without changing what is compiled."""
+
+    op: str
+    dtype: str  # of q
+    cache: str  # dtype of the cache
+    dims: tuple[int, int]
+    rows: int  # packed rows T · Hq / Hk, which choose the tile
+    page: int = 0  # 0: contiguous
+    with_options: bool = True  # window, softcap, sinks: the fullest kernel
+
+    def __str__(self) -> str:
+        dims = f"D{self.dims[0]}" + (f"/{self.dims[1]}" if self.dims[0] != self.dims[1] else "")
+        cache = self.dtype if self.cache == self.dtype else f"{self.dtype}/{self.cache}"
+        page = f"-page{self.page}" if self.page else ""
+        return f"{cache}-{dims}-rows{self.rows}{page}{'-options' if self.with_options else ''}"
+
+    def launch(self) -> None:
+        """Call the launcher."""
+        _LAUNCH[self.op](self)
+
+
+def launch_tree_attention(case: Case) -> None:
+    from ..kernels.tree_attention import paged_tree_attention_triton, tree_attention_triton
+
+    group_size, num_kv_heads, capacity = 4, 2, 4096
+    num_nodes = case.rows // group_size
+    q = torch.empty(1, num_nodes, num_kv_heads * group_size, case.dims[0], dtype=DTYPES[case.dtype])
+    k, v = (torch.empty(1, capacity, num_kv_heads, dim, dtype=DTYPES[case.cache]) for dim in case.dims)
+    mask = torch.empty(1, num_nodes, (num_nodes + 63) // 64, dtype=torch.int64)
+    prefix_len = torch.empty(1, dtype=torch.int32)
+    options = dict.fromkeys(("scale", "softcap", "window", "sinks", "k_scale", "v_scale"))
+    if case.with_options:
+        options |= {"softcap": 30.0, "window": 1024, "sinks": torch.empty(q.shape[2], dtype=q.dtype)}
+    if case.cache != case.dtype:
+        options |= {"k_scale": torch.empty(num_kv_heads), "v_scale": torch.empty(num_kv_heads)}
+    if case.page:
+        k, v = (x.view(-1, case.page, num_kv_heads, x.shape[3]) for x in (k, v))
+        table = torch.empty(1, capacity // case.page, dtype=torch.int32)
+        paged_tree_attention_triton(q, k, v, table, mask, prefix_len, **options)
+    else:
+        tree_attention_triton(q, k, v, mask, prefix_len, **options)
+
+
+_LAUNCH: dict[str, Callable[[Case], None]] = {"tree_attention": launch_tree_attention}
+
+
+def tree_attention_cases(everything: bool = False) -> Iterator[Case]:
+    """Yield a case for each entry of the launch parameters; with ``everything`` for each kernel that differs."""
+    kinds = [("bf16", "bf16"), ("bf16", "fp8"), ("bf16", "int8"), ("fp32", "fp32")]
+    kinds += [("fp16", "fp16"), ("fp16", "fp8"), ("fp16", "int8")] if everything else []
+    for dtype, cache in kinds:
+        for dims in DIMS + (MORE_DIMS if everything else []):
+            for rows in (16, 64, 512):
+                for page in (0, 16, 256) if everything else (0,):
+                    for with_options in (True, False) if everything else (True,):
+                        yield Case("tree_attention", dtype, cache, dims, rows, page, with_options)
+
+
+CASES: dict[str, Callable[[bool], Iterator[Case]]] = {"tree_attention": tree_attention_cases}
+
+
+def add_arguments(parser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--op", choices=sorted(CASES), action="append", help="only this op (may be repeated)")
+    parser.add_argument("--arch", action="append", help="sm_80, sm_90, sm_100, gfx942, gfx950 (may be repeated)")
+    parser.add_argument("--match", default="", help="only cases whose name contains this")
+    parser.add_argument("--all", action="store_true", help="every kernel that differs, not one for each configuration")
+
+
+def run(args) -> int:
+    """Print the table; return 1 when a kernel spills or does not fit."""
+    from ..kernels import _aot
+
+    architectures = args.arch or list(_aot.ARCHITECTURES)
+    for name in architectures:
+        if name not in _aot.ARCHITECTURES:
+            raise SystemExit(f"inspect: --arch must be one of {', '.join(_aot.ARCHITECTURES)}, got {name}")
+    print(_ROW.format(*_HEADER), flush=True)
+    num_bad = 0
+    for op in args.op or CASES:
+        for case in CASES[op](args.all):
+            for architecture in architectures if args.match in str(case) else ():
+                with _aot.compile_only(architecture) as found:
+                    case.launch()
+                for kernel in found:
+                    print(_row(architecture, case, kernel), flush=True)
+                    num_bad += bool(kernel.faults())
+    return 1 if num_bad else 0
+
+
+_HEADER = ("arch", "kernel", "case", "warps", "registers", "spills", "shared", "programs", "matrix", "16 B loads", "")
+_ROW = "{:7} {:24} {:32} {:>5} {:>9} {:>6} {:>9} {:>8} {:>10} {:>10} {}"
+
+
+def _row(architecture: str, case: Case, kernel) -> str:
+    matrix = ", ".join(f"{n} {name}" for name, n in kernel.matrix_instructions().items()) or "-"
+    return _ROW.format(
+        *(architecture, kernel.name.strip("_").removesuffix("_kernel"), str(case), kernel.num_warps),
+        *(kernel.registers, kernel.spill_bytes, f"{kernel.shared_bytes / 1024:.1f} KB"),
+        *(kernel.programs_per_multiprocessor, matrix, kernel.wide_loads(), "; ".join(kernel.faults())),
+    )
