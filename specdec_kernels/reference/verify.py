@@ -173,7 +173,8 @@ def verify_tree_typical_ref(
 ) -> Results:
     """Accept what is not improbable for the target, and take the longest such path (see `verify_tree_typical`)."""
     vocab = target_logits.shape[-1]
-    usable = _usable_nodes(ids, num_nodes, vocab)
+    # Unchecked parents on a device: one that does not come first is nobody's.
+    usable = _usable_nodes(ids, num_nodes, vocab) & (parents < torch.arange(ids.shape[1], device=ids.device))
     tokens = ids.clamp(0, vocab - 1)
 
     # Depth of every node that is reached through accepted nodes only, −1 for the others.

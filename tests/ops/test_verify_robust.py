@@ -68,6 +68,21 @@ def test_unreadable_row_of_an_accepted_node(backend, name, kind):
     assert (result.output_ids[1:] == -1).all()
 
 
+@pytest.mark.parametrize("name", ["tree", "greedy", "typical"])
+def test_parents_out_of_order_accept_nothing(backend, name):
+    """Where values are not checked, a node whose parent is not before it is left out, and so is what hangs on it."""
+    inputs = make_inputs(1, 5, 3)
+    inputs["target_logits"] = inputs["draft_logits"] = torch.tensor([9.0, 0, 0]).expand(1, 5, 3)
+    inputs["ids"].fill_(0)
+    inputs["num_nodes"].fill_(5)
+    inputs["parents"] = int32(-1, 3, 99, 0, 2)[None]
+    op, options, arguments = CALLS[name]
+    options = options | ({"with_replacement": False, "draft_vocab_map": None} if name == "tree" else {})
+    result = getattr(ops, op.__name__).default(*arguments(inputs).values(), **options)
+    assert result[0].tolist() == [[0, 0, -1, -1, -1]]
+    assert result[2].tolist() == [[3, -1, -1, -1]]
+
+
 def test_greedy_rows_need_no_uniforms_and_no_draft_logits(backend):
     """Called below the checks, which want uniforms in [0, 1) even there."""
     inputs = make_inputs(4, 7, 11)
