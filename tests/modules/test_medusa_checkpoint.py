@@ -103,11 +103,12 @@ def test_vllm_format(prefix, bias, tmp_path) -> None:
 @pytest.mark.parametrize("rows", [4, V], ids=["cut", "whole"])
 def test_vllm_token_map(rows, tmp_path) -> None:
     """``token_map`` becomes vocab_map; a projection that still has all rows is cut to it."""
-    token_map = torch.tensor([7, 0, 19, 3])
+    token_map = torch.tensor([7, 0, 19, 3], dtype=torch.int32)
     state = vllm_state(rows=rows) | {"token_map": token_map}
     write(tmp_path, state, "model.safetensors", {"vocab_size": V, "truncated_vocab_size": 4})
     heads = load_quietly(tmp_path)
-    assert torch.equal(heads.vocab_map, token_map)
+    assert heads.vocab_map.dtype == torch.int64
+    assert heads.vocab_map.tolist() == token_map.tolist()
     assert (heads.vocab_size, heads.num_rows) == (V, 4)
     expected = state["lm_heads.1.weight"]
     assert torch.equal(heads.w_out[1], expected if rows == 4 else expected[token_map])
