@@ -69,11 +69,19 @@ def test_refuses_a_processor_with_a_state_that_the_caller_brings(model, drafter)
         run(model, drafter, logits_processor=LogitsProcessorList([processor]))
 
 
-@pytest.mark.parametrize("filled", [True, False])
-def test_refuses_the_callers_cache(model, drafter, filled):
-    cache = filled_cache(model) if filled else DynamicCache(config=model.config)
+def test_refuses_a_cache_with_content(model, drafter):
+    cache = filled_cache(model)
     with pytest.raises(NotImplementedError, match="a cache of the caller's"):
         run(model, drafter, inputs=torch.cat([IDS, IDS[:, :1]], dim=1), **{cache_argument(model): cache})
+
+
+def test_refuses_an_empty_cache_where_transformers_says_whose_it_is(model, drafter):
+    cache = DynamicCache(config=model.config)
+    model.generate(IDS, max_new_tokens=1, **{cache_argument(model): cache})
+    if not hasattr(cache, "_is_user_defined"):
+        pytest.skip("this version of transformers does not mark the caller's cache")
+    with pytest.raises(NotImplementedError, match="a cache of the caller's"):
+        run(model, drafter, **{cache_argument(model): DynamicCache(config=model.config)})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""The examples in the docstrings run."""
+
+import doctest
+import importlib
+from itertools import chain
+
+import pytest
+import torch
+
+from specdec_kernels.decoding import GreedyAcceptance
+from specdec_kernels.modules import MedusaHeads
+from specdec_kernels.tree import DraftTree
+
+from .test_loop import PROMPTS, make
+from .toy import pad
+
+
+@pytest.mark.parametrize("module", ["loop", "stats", "randomness", "drafters.medusa"])
+def test_examples(module):
+    target, drafter, _ = make(max_new_tokens=32)
+    ids, lengths = pad(PROMPTS)
+    names = {
+        "torch": torch,
+        "chain": chain,
+        "DraftTree": DraftTree,
+        "MedusaHeads": MedusaHeads,
+        "GreedyAcceptance": GreedyAcceptance,
+        "target": target,
+        "drafter": drafter,
+        "ids": ids,
+        "lengths": lengths,
+    }
+    result = doctest.testmod(importlib.import_module(f"specdec_kernels.decoding.{module}"), extraglobs=names)
+    assert result.failed == 0
+    assert result.attempted > 0
