@@ -55,6 +55,7 @@ def _add_head_arguments(group) -> None:
     group.add_argument("--head-layers", type=int, default=1, help="residual layers of each head")
     group.add_argument("--own-projection", action="store_true", help="each head owns a vocabulary projection")
     group.add_argument("--draft-vocab", type=int, default=0, help="only the most frequent tokens are drafted; 0: all")
+    group.add_argument("--soft-targets", action="store_true", help="learn the model's distribution, not its token")
     group.add_argument("--decay", type=float, default=0.8, help="head k weighs decay^k in the loss")
 
 
@@ -79,7 +80,14 @@ def run(args: Namespace) -> int:
             args.out,
             args.work or args.out.with_name(args.out.name + ".work"),
             GenerationOptions(args.model, data, args.dtype, args.seed, limits),
-            HeadOptions(args.num_heads, args.head_layers, args.own_projection, args.draft_vocab, args.decay),
+            HeadOptions(
+                num_heads=args.num_heads,
+                num_layers=args.head_layers,
+                own_projection=args.own_projection,
+                draft_vocab=args.draft_vocab,
+                decay=args.decay,
+                soft_targets=args.soft_targets,
+            ),
             TrainerOptions(
                 epochs=args.epochs, batch_size=args.batch_size, lr=args.lr, seed=args.seed, save_every=args.save_every
             ),

@@ -49,6 +49,14 @@ class HiddenStates:
         inside = targets < self.ends[rows][:, None]
         return self.pending_ids[targets.clamp_max(len(self.pending_ids) - 1)].masked_fill(~inside, IGNORED)
 
+    def teachers(self, rows: Tensor, num_heads: int) -> Tensor:
+        """Return ``(n, M, C)``: the hidden state from which the backbone predicted each label of `labels`.
+
+        Rows that `labels` ignores get some other state.
+        """
+        targets = rows[:, None] + 1 + torch.arange(num_heads)
+        return self.hidden[targets.clamp_max(len(self.hidden) - 1)]
+
     def rows(self, held_out: bool) -> Tensor:
         """Return the row numbers of a part that have at least one label."""
         has_label = torch.arange(len(self.ends)) + 1 < self.ends

@@ -15,7 +15,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Cross-entropy of ``x Wᵀ`` whose logits exist for one chunk of rows at a time; gradients come in the same pass."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, labels: Tensor, teacher: Tensor | None, teacher_weight: Tensor | None):
         num_valid = (labels != IGNORED).sum().clamp_min(1)
         grad_x = torch.empty_like(x)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -23,37 +23,47 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk = CHUNK_ROWS.get(x.device.type, 1024)
         compute = weight.to(x.dtype)
         for start in range(0, len(x), chunk):
-            rows, target = x[start : start + chunk], labels[start : start + chunk]
-            valid = target != IGNORED
-            index = target.clamp_min(0)[:, None]
-            logprobs = F.log_softmax((rows @ compute.T).float(), dim=-1)
-            total -= (logprobs.gather(1, index)[:, 0] * valid).sum()
-            grad = logprobs.exp_()
-            grad.scatter_add_(1, index, torch.full_like(index, -1, dtype=grad.dtype))
-            grad = (grad * (valid / num_valid)[:, None]).to(x.dtype)
-            grad_x[start : start + chunk] = grad @ compute
+            part = slice(start, start + chunk)
+            share = (labels[part] != IGNORED)[:, None] / num_valid
+            logprobs = F.log_softmax((x[part] @ compute.T).float(), dim=-1)
+            if teacher is None or teacher_weight is None:
+                index = labels[part].clamp_min(0)[:, None]
+                total -= (logprobs.gather(1, index) * share).sum()
+                grad = logprobs.exp_().scatter_add_(1, index, torch.full_like(index, -1, dtype=logprobs.dtype))
+            else:
+                target = F.softmax((teacher[part] @ teacher_weight.T).float(), dim=-1)
+                total -= (torch.linalg.vecdot(logprobs, target)[:, None] * share).sum()
+                grad = logprobs.exp_().sub_(target)
+            grad = (grad * share).to(x.dtype)
+            grad_x[part] = grad @ compute
             if grad_weight is not None:
-                grad_weight += (grad.T @ rows).float()
+                grad_weight += (grad.T @ x[part]).float()
         ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.to(weight.dtype))
-        return total / num_valid
+        return total
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss, None if grad_weight is None else grad_weight * grad_loss, None
+        return grad_x * grad_loss, None if grad_weight is None else grad_weight * grad_loss, None, None, None
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, teacher: Tensor | None = None, teacher_weight: Tensor | None = None
+) -> Tensor:
     """Return the mean of ``−log softmax(x Wᵀ)[label]`` over the labels that are not −100; 0 when there is none.
 
-    Equal to `torch.nn.functional.cross_entropy` on ``x @ weight.T``, without storing the logits.
+    Equal to `torch.nn.functional.cross_entropy` on ``x @ weight.T``, without storing the logits. With a teacher the
+    target is its whole distribution, ``−Σ_v p_v log softmax(x Wᵀ)_v`` with ``p = softmax(teacher W_teacherᵀ)``.
 
     Args:
         x: ``(n, C)``; its dtype is the dtype of the products.
         weight: ``(V, C)``; frozen (no gradient is computed) unless it requires grad.
-        labels: ``(n,) int64`` in ``[0, V)`` or −100. Not checked: the gather that reads them raises on a CPU.
+        labels: ``(n,) int64`` in ``[0, V)`` or −100. Not checked: the gather that reads them raises on a CPU. With a
+            teacher only whether they are −100 counts.
+        teacher: ``(n, C)`` hidden states in ``x``'s dtype, or None; no gradient goes there.
+        teacher_weight: ``(V, C)`` in ``x``'s dtype; needed with a teacher.
     """
-    return _LinearCrossEntropy.apply(x, weight, labels)
+    return _LinearCrossEntropy.apply(x, weight, labels, teacher, teacher_weight)
 
 
 def head_weights(num_heads: int, decay: float) -> list[float]:
@@ -61,7 +71,10 @@ def head_weights(num_heads: int, decay: float) -> list[float]:
     return [decay**k for k in range(1, num_heads + 1)]
 
 
-def medusa_loss(states: Tensor, weight: Tensor, labels: Tensor, decay: float) -> tuple[Tensor, Tensor]:
+def medusa_loss(
+    states: Tensor, weight: Tensor, labels: Tensor, decay: float,
+    teacher: Tensor | None = None, teacher_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return Medusa-1's loss ``Σ_k λ^k · CE_k`` and the heads' own cross-entropies.
 
     Args:
@@ -69,12 +82,19 @@ def medusa_loss(states: Tensor, weight: Tensor, labels: Tensor, decay: float) ->
         weight: ``(V, C)`` shared by the heads, or ``(M, V, C)``.
         labels: ``(n, M) int64``: rows of ``weight``, −100 where there is no token.
         decay: ``λ``.
+        teacher: ``(n, M, C)`` for the backbone's own distribution as the target of each head, see
+            `linear_cross_entropy`; None for the labels.
+        teacher_weight: ``(V, C)``, with a teacher.
 
     Returns:
         The loss, a scalar, and ``(M,)`` cross-entropies without gradient.
     """
     num_heads = states.shape[1]
     weights = weight if weight.dim() == 3 else [weight] * num_heads
-    losses = [linear_cross_entropy(states[:, k], weights[k], labels[:, k]) for k in range(num_heads)]
+    teachers = [None] * num_heads if teacher is None else teacher.unbind(1)
+    losses = [
+        linear_cross_entropy(states[:, k], weights[k], labels[:, k], teachers[k], teacher_weight)
+        for k in range(num_heads)
+    ]
     parts = torch.stack(losses)
     return (parts * parts.new_tensor(head_weights(num_heads, decay))).sum(), parts.detach()

@@ -3,7 +3,7 @@
 import shutil
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ class HeadOptions:
         draft_vocab: rows of the projection: the most frequent tokens of the training answers. 0 = the whole
             vocabulary. Fewer rows train and draft faster; a token outside is never drafted (the output stays exact).
         decay: ``λ`` of the loss.
+        soft_targets: learn the backbone's whole distribution at each label's position instead of the label alone.
     """
 
     num_heads: int = 4
@@ -37,6 +38,7 @@ class HeadOptions:
     own_projection: bool = False
     draft_vocab: int = 0
     decay: float = 0.8
+    soft_targets: bool = False
 
 
 def frequent_tokens(conversations: Iterable[Conversation], size: int, vocab_size: int) -> Tensor:
@@ -72,12 +74,15 @@ def train_heads(
     mixed = torch.autocast(device.type, compute_dtype, enabled=compute_dtype != torch.float32)
 
     def loss_of(rows: Tensor) -> tuple[Tensor, Tensor]:
-        labels = states.labels(rows, heads.num_heads).to(device)
-        if to_row is not None:
+        labels, teacher = states.labels(rows, heads.num_heads).to(device), None
+        if options.soft_targets:
+            teacher = states.teachers(rows, heads.num_heads).to(device, compute_dtype)
+        elif to_row is not None:
             labels = torch.where(labels < 0, labels, to_row[labels.clamp_min(0)])
         with mixed:
             hidden = heads.hidden_states(states.hidden[rows].to(device))
-        return medusa_loss(hidden, weight if heads.w_out is None else heads.w_out, labels, options.decay)
+        own = weight if heads.w_out is None else heads.w_out
+        return medusa_loss(hidden, own, labels, options.decay, teacher, weight)
 
     held_out = states.rows(held_out=True)
     probes = held_out[torch.linspace(0, max(0, len(held_out) - 1), min(num_probes, len(held_out))).long()]
@@ -86,7 +91,9 @@ def train_heads(
         shared = None if heads.w_out is not None else weight
         return {"held_out_top1": [row[0] for row in measure_accuracies(heads, shared, states, probes, 1).accuracies()]}
 
-    trainer = Trainer(heads, loss_of, states.rows(held_out=False), trainer_options, folder, evaluate)
+    trainer = Trainer(
+        heads, loss_of, states.rows(held_out=False), trainer_options, folder, evaluate=evaluate, task=asdict(options)
+    )
     trainer.run()
     return trainer
 

@@ -78,17 +78,20 @@ class Trainer:
         options: how to optimise.
         folder: gets ``checkpoint.pt`` and ``training_curve.jsonl``; a checkpoint that is there is continued.
         evaluate: called at every checkpoint; what it returns goes to the curve.
+        task: what else decides the result (numbers and texts); a checkpoint of another task is not continued.
     """
 
     def __init__(
         self, module: nn.Module, loss_of: Callable[[Tensor], tuple[Tensor, Tensor]], rows: Tensor,
-        options: TrainerOptions, folder: str | Path, evaluate: Callable[[], dict] | None = None,
+        options: TrainerOptions, folder: str | Path, *, evaluate: Callable[[], dict] | None = None,
+        task: dict | None = None,
     ):  # fmt: skip
         self.module, self.loss_of, self.options, self.evaluate = module, loss_of, options, evaluate
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.order = RowOrder(rows, options.batch_size, options.seed)
         self.num_steps = max(1, round(options.epochs * self.order.steps_per_epoch))
+        self.identity = {"options": asdict(options), "num_rows": len(rows), "task": task or {}}
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=options.lr, weight_decay=options.weight_decay)
         self.step = 0
@@ -101,7 +104,7 @@ class Trainer:
         """Train to the end, or for ``stop_after`` more steps; go on from the checkpoint in the folder, if any.
 
         Raises:
-            ValueError: the checkpoint was made with other options.
+            ValueError: the checkpoint was made with other options, rows or for another task.
         """
         self._resume()
         last = self.num_steps if stop_after is None else min(self.num_steps, self.step + stop_after)
@@ -145,8 +148,7 @@ class Trainer:
         if self.evaluate is not None:
             self._append({"step": self.step, **self.evaluate()})
         state = {
-            "step": self.step, "num_steps": self.num_steps, "seconds": self.seconds, "window": self.window,
-            "options": asdict(self.options), "num_rows": len(self.order.rows),
+            "step": self.step, "seconds": self.seconds, "window": self.window, "identity": self.identity,
             "module": self.module.state_dict(), "optimizer": self.optimizer.state_dict(),
         }  # fmt: skip
         temporary = self.checkpoint.with_suffix(".tmp")
@@ -159,8 +161,7 @@ class Trainer:
                 self.curve.unlink(missing_ok=True)
             return
         state = torch.load(self.checkpoint, map_location=self.parameters[0].device, weights_only=True)
-        wanted = {"num_steps": self.num_steps, "options": asdict(self.options), "num_rows": len(self.order.rows)}
-        different = [name for name, value in wanted.items() if state[name] != value]
+        different = [name for name, value in self.identity.items() if state["identity"][name] != value]
         if different:
             raise ValueError(f"{self.checkpoint} was made with other {', '.join(different)}; remove it to start over")
         self.module.load_state_dict(state["module"])

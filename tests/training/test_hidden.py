@@ -56,6 +56,19 @@ def test_labels_look_past_the_pending_token_and_stop_at_the_answers_end():
     ]
 
 
+def test_teachers_predict_the_labels(model, tmp_path):
+    """A greedy answer's labels are the argmax of the teachers' logits."""
+    prompt = torch.tensor([[1, 4, 9, 2, 1, 5]])
+    ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=7, eos_token_id=None)
+    items = [Conversation(0, tuple(ids[0, :6].tolist()), tuple(ids[0, 6:].tolist()), True)]
+    states = cache(tmp_path, items, model)
+    rows = torch.arange(len(states.hidden))
+    labels = states.labels(rows, 3)
+    predicted = (states.teachers(rows, 3) @ model.get_output_embeddings().weight.detach().T).argmax(-1)
+    assert (labels >= 0).sum() == 6 + 5 + 4
+    assert torch.equal(predicted[labels >= 0], labels[labels >= 0])
+
+
 def test_parts_are_disjoint_and_leave_out_rows_without_a_label(monkeypatch):
     monkeypatch.setattr(hidden_module, "is_held_out", lambda c: c.index % 3 == 0)
     items = [Conversation(i, (1, i), (10,) * (1 + i % 4), True) for i in range(12)]

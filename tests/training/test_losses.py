@@ -32,6 +32,20 @@ def test_linear_cross_entropy_is_cross_entropy(frozen):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_teacher_gives_the_cross_entropy_to_its_distribution(frozen):
+    x, weight, labels = inputs()
+    weight.requires_grad_(not frozen)
+    teacher, teacher_weight = torch.randn(13, 8).double(), torch.randn(11, 8).double()
+    loss = 3 * linear_cross_entropy(x, weight, labels, teacher, teacher_weight)
+    valid = labels != -100
+    expected = 3 * F.cross_entropy((x @ weight.T)[valid], (teacher @ teacher_weight.T).softmax(-1)[valid])
+    wanted = [x] if frozen else [x, weight]
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    for got, want in zip(torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_linear_cross_entropy_without_labels_is_zero():
     x, weight, labels = inputs()
     loss = linear_cross_entropy(x, weight, torch.full_like(labels, -100))
@@ -49,6 +63,14 @@ def test_linear_cross_entropy_in_bf16_is_near():
 
 def test_head_weights_are_powers_from_one():
     assert head_weights(3, 0.8) == pytest.approx([0.8, 0.64, 0.512])
+
+
+def test_each_head_has_its_own_teacher():
+    states, teacher = torch.randn(9, 3, 8), torch.randn(9, 3, 8)
+    weight, labels = torch.randn(11, 8), torch.zeros(9, 3, dtype=torch.int64)
+    _, parts = medusa_loss(states, weight, labels, 0.8, teacher, weight)
+    plain = [F.cross_entropy(states[:, k] @ weight.T, (teacher[:, k] @ weight.T).softmax(-1)) for k in range(3)]
+    torch.testing.assert_close(parts, torch.stack(plain))
 
 
 @pytest.mark.parametrize("own", [False, True])

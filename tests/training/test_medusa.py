@@ -45,7 +45,8 @@ def test_training_lowers_the_loss(trained):
     assert curve[-1] < 0.95 * curve[0]
 
 
-def test_heads_learn_what_can_be_learnt(tmp_path):
+@pytest.mark.parametrize("soft_targets", [False, True])
+def test_heads_learn_what_can_be_learnt(tmp_path, soft_targets):
     """Answers walk through a fixed permutation, so each head's token is a function of the hidden state."""
     torch.manual_seed(5)
     successor, embedding = torch.randperm(12).tolist(), torch.randn(12, 32)
@@ -61,7 +62,7 @@ def test_heads_learn_what_can_be_learnt(tmp_path):
     held_out = states.rows(held_out=True)
     before = measure_accuracies(heads, embedding, states, held_out).accuracies()
     options = TrainerOptions(epochs=20, batch_size=128, lr=1e-2)
-    train_heads(heads, embedding, states, tmp_path, HeadOptions(3, 2), options)
+    train_heads(heads, embedding, states, tmp_path, HeadOptions(3, 2, soft_targets=soft_targets), options)
     after = measure_accuracies(heads, embedding, states, held_out).accuracies()
     assert all(row[0] < 0.3 for row in before)
     assert all(row[0] > 0.9 for row in after)

@@ -11,7 +11,7 @@ OPTIONS = TrainerOptions(epochs=3, batch_size=4, lr=0.1, log_every=4, save_every
 TARGETS = torch.arange(26.0).reshape(26, 1).sin()
 
 
-def trainer(folder, options=OPTIONS, evaluate=None):
+def trainer(folder, options=OPTIONS, **more):
     torch.manual_seed(7)
     module = nn.Linear(1, 1)
 
@@ -19,7 +19,7 @@ def trainer(folder, options=OPTIONS, evaluate=None):
         loss = (module(rows[:, None] / 26.0) - TARGETS[rows]).square().mean()
         return loss, torch.stack([loss.detach(), loss.detach() * 2])
 
-    return Trainer(module, loss_of, torch.arange(26), options, folder, evaluate)
+    return Trainer(module, loss_of, torch.arange(26), options, folder, **more)
 
 
 def curve(folder):
@@ -85,3 +85,5 @@ def test_checkpoint_of_other_options_is_refused(tmp_path):
     other = TrainerOptions(**{**vars(OPTIONS), "lr": 0.2})
     with pytest.raises(ValueError, match="made with other options"):
         trainer(tmp_path, other).run()
+    with pytest.raises(ValueError, match="made with other task"):
+        trainer(tmp_path, task={"soft_targets": True}).run()
