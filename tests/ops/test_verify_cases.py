@@ -185,3 +185,12 @@ def test_temperatures(backend):
     assert result.num_accepted.tolist() == [0, 0, 0, 0, 1, 1]
     assert result.output_ids[:, 0].tolist() == [0, 0, 0, 0, 1, 1]
     assert result.output_ids[4:, 1].tolist() == [1, 2]
+
+
+def test_greedy_begins_below_a_hundred_thousandth(backend):
+    """A tie tells: greedy takes the lowest id, sampling tosses a coin."""
+    tie = torch.zeros(4, 1, 2)
+    temperature = torch.tensor([0.0, 1e-6, 9.9e-6, 1.1e-5])
+    empty = torch.zeros(4, 0, dtype=torch.int64)
+    result = verify_chain(empty, tie, None, temperature, torch.full((4, 1), 0.9))
+    assert result.output_ids[:, 0].tolist() == [0, 0, 0, 1]

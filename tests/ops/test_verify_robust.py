@@ -112,6 +112,16 @@ def test_unreadable_draft_row(backend, block, kind):
     assert verify_chain(*args, draft_len, block=block).output_ids[0, 0] >= 0
 
 
+def test_unreadable_draft_row_of_a_small_vocabulary(backend):
+    """Reported also where the draft is a token that the drafter does not have."""
+    q = torch.tensor([[[0.0, torch.nan, 0.0]], [[0.0, 0.0, 0.0]]])
+    ids, p = torch.tensor([[1], [1]]), torch.zeros(2, 2, 6)
+    offsets = torch.tensor([0, 3, 3])
+    result = verify_chain(ids, p, q, torch.ones(2), torch.full((2, 2), 0.5), draft_vocab_map=offsets)
+    assert result.output_ids[0].tolist() == [-1, -1]
+    assert result.output_ids[1, 0] >= 0
+
+
 def test_rows_behind_a_rejection_are_not_looked_at(backend):
     p = torch.zeros(1, 4, 5)
     p[0, :, 3] = 30
