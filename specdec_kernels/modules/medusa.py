@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._validate import check_range
 from ..ops.medusa_project import medusa_project_topk
 from ..reference.medusa_project import project, residual_blocks
 from .medusa_checkpoint import read_checkpoint, write_checkpoint
@@ -116,20 +117,30 @@ class MedusaHeads(nn.Module):
         return logits.reshape(*hidden.shape[:-1], *logits.shape[1:])
 
     @torch.no_grad()
-    def topk(self, hidden: Tensor, k: int, lm_head_weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def topk(
+        self, hidden: Tensor, k: int, lm_head_weight: Tensor | None = None, *, num_heads: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the k best tokens of each head, for inference, by `specdec_kernels.medusa_project_topk`.
 
         Args:
             hidden: ``(B, C)``.
             k: candidates of each head.
             lm_head_weight: as in `forward`.
+            num_heads: only the first so many heads, 1…M; None for all. A tree of that depth asks for no more.
 
         Returns:
             ``values (B, M, K) fp32`` logits in descending order, ``ids (B, M, K) int64`` of the full vocabulary,
             ``lse (B, M) fp32``.
+
+        Raises:
+            ValueError: ``num_heads`` is out of range, or as `specdec_kernels.medusa_project_topk`.
         """
+        count = self.num_heads if num_heads is None else num_heads
+        check_range("MedusaHeads.topk", "num_heads", count, 1, self.num_heads)
         w_out = self._projection(lm_head_weight)
-        return medusa_project_topk(hidden, self.w_res, self.b_res, w_out, k, vocab_map=self.vocab_map)
+        w_out = w_out[:count] if w_out.dim() == 3 else w_out
+        b_res = None if self.b_res is None else self.b_res[:count]
+        return medusa_project_topk(hidden, self.w_res[:count], b_res, w_out, k, vocab_map=self.vocab_map)
 
     def _projection(self, lm_head_weight: Tensor | None) -> Tensor:
         if self.w_out is not None:

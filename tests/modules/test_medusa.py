@@ -76,6 +76,18 @@ def test_topk_goes_through_the_op() -> None:
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
+def test_topk_of_the_first_heads(own) -> None:
+    heads = random_heads(3, 2, 16, 50, own_projection=own)
+    hidden, lm_head = torch.randn(4, 16), None if own else torch.randn(50, 16)
+    expected = heads.topk(hidden, 5, lm_head)
+    actual = heads.topk(hidden, 5, lm_head, num_heads=2)
+    torch.testing.assert_close(actual, tuple(t[:, :2] for t in expected))
+    for num_heads in (0, 4):
+        with pytest.raises(ValueError, match=r"num_heads must be in \[1, 3\], got"):
+            heads.topk(hidden, 5, lm_head, num_heads=num_heads)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
 def test_reduced_vocabulary(own) -> None:
     """With a vocab_map the projection has one row for each entry, and topk speaks in full ids."""
     vocab_map = torch.tensor([40, 3, 17])

@@ -76,7 +76,9 @@ class MedusaDrafter:
             raise RuntimeError("MedusaDrafter.propose: call begin first")
         ids = pending[:, None]
         if len(self._columns):
-            _, candidates, _ = self.heads.topk(self._hidden, self._top_k, self._shared_weight)
+            _, candidates, _ = self.heads.topk(
+                self._hidden, self._top_k, self._shared_weight, num_heads=self.tree.max_depth
+            )
             ids = torch.cat([ids, candidates.flatten(1).index_select(1, self._columns)], dim=1)
         return Draft(ids, self._parents, self._tree_mask, self._depths, self.tree.max_depth)
 
