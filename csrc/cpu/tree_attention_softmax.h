@@ -6,7 +6,6 @@
 #pragma once
 
 #include "cpu/tree_attention_tile.h"
-#include "cpu/vec_math.h"
 
 namespace specdec {
 namespace attention {
@@ -20,13 +19,15 @@ struct Softmax {
   static constexpr int kVecs = kChunk / kLanes;
   static constexpr Real kNone = -__builtin_inff();
 
+  // In units of A::kUnit, but for `inner_scale`.
   Real scale;
-  Real softcap;  // 0: none
+  Real softcap;      // 0: none
+  Real inner_scale;  // scale / softcap
   Real slack;
 
-  static SPECDEC_INLINE Real exp_one(Real x) {
+  static SPECDEC_INLINE Real power_one(Real x) {
     Real lanes[kLanes];
-    exp<A::kPreciseExp>(Vec::all(x)).store(lanes);
+    A::power(Vec::all(x)).store(lanes);
     return lanes[0];
   }
 
@@ -34,38 +35,49 @@ struct Softmax {
   // Returns the factor for what the row has summed before.
   Real weights(int num_vecs, int begin, int end, const Real* scores, typename A::Operand* to, Real* max,
                Real* sums) const {
-    if (softcap != 0) return update<true, true>(num_vecs, begin, end, scores, to, max, sums);
-    if (begin > 0 || end < num_vecs * kLanes) return update<true, false>(num_vecs, begin, end, scores, to, max, sums);
-    return update<false, false>(num_vecs, begin, end, scores, to, max, sums);
+    if (softcap != 0) return update<0, true, true>(num_vecs, begin, end, scores, to, max, sums);
+    if (begin > 0 || end < kChunk) return update<0, true, false>(num_vecs, begin, end, scores, to, max, sums);
+    return update<kVecs, false, false>(kVecs, 0, kChunk, scores, to, max, sums);
   }
 
  private:
-  template <bool kMasked, bool kCapped>
+  template <int kFixed, class F>
+  static SPECDEC_INLINE void each(int count, const F& f) {
+    if constexpr (kFixed > 0) {
+      SPECDEC_UNROLL_LOOP
+      for (int i = 0; i < kFixed; ++i) f(i);
+    } else {
+      for (int i = 0; i < count; ++i) f(i);
+    }
+  }
+
+  // kFixed: the number of vectors, 0 when it is not known beforehand.
+  template <int kFixed, bool kMasked, bool kCapped>
   SPECDEC_INLINE Real update(int num_vecs, int begin, int end, const Real* scores, typename A::Operand* to, Real* max,
                              Real* sums) const {
     Vec x[kVecs];
     const Vec none = Vec::all(kNone);
     Vec top = none;
-    for (int i = 0; i < num_vecs; ++i) {
+    each<kFixed>(num_vecs, [&](int i) __attribute__((always_inline)) {
       x[i] = Vec::load(scores + i * kLanes);
-      if constexpr (kCapped) x[i] = Vec::all(softcap) * tanh(x[i] * Vec::all(scale) / Vec::all(softcap));
+      if constexpr (kCapped) x[i] = Vec::all(softcap) * tanh(x[i] * Vec::all(inner_scale));
       const Vec score = kCapped ? x[i] : x[i] * Vec::all(scale);
       top = Vec::max(top, kMasked ? Vec::inside(begin - i * kLanes, end - i * kLanes, score, none) : score);
-    }
+    });
     Real factor = 1;
     if (Vec::any_greater(top, Vec::all(*max + slack))) {
       const Real raised = top.largest();
-      factor = exp_one(*max - raised);
+      factor = power_one(*max - raised);
       *max = raised;
     }
     const Vec shift = Vec::all(*max == kNone ? Real(0) : -*max);
     Vec sum = Vec::all(0);
-    for (int i = 0; i < num_vecs; ++i) {
+    each<kFixed>(num_vecs, [&](int i) __attribute__((always_inline)) {
       x[i] = kCapped ? x[i] + shift : Vec::fma(x[i], Vec::all(scale), shift);
-      x[i] = exp<A::kPreciseExp>(x[i]);
+      x[i] = A::power(x[i]);
       if constexpr (kMasked) x[i] = Vec::inside(begin - i * kLanes, end - i * kLanes, x[i], Vec::all(0));
       sum = sum + x[i];
-    }
+    });
     Vec::fma(Vec::load(sums), Vec::all(factor), sum).store(sums);
     A::store_weights(x, num_vecs, to);
     return factor;
@@ -93,8 +105,8 @@ void merge_row(const RowState<typename A::Real>& to, const RowState<typename A::
     return;
   }
   const Real max = larger(*to.max, *part.max);
-  const Real a = Softmax<A>::exp_one(*to.max - max);
-  const Real b = Softmax<A>::exp_one(*part.max - max);
+  const Real a = Softmax<A>::power_one(*to.max - max);
+  const Real b = Softmax<A>::power_one(*part.max - max);
   *to.max = max;
   *to.sum = *to.sum * a + *part.sum * b;
   for (int64_t d = 0; d < ldv; d += A::kLanes) {
@@ -111,12 +123,13 @@ typename A::Real finish_row(const RowState<typename A::Real>& row, const double*
   using Real = typename A::Real;
   Real max = *row.max, sum = *row.sum, a = 1;
   if (sink) {
-    max = larger(max, static_cast<Real>(*sink));
-    a = Softmax<A>::exp_one(*row.max - max);
-    sum = sum * a + Softmax<A>::exp_one(static_cast<Real>(*sink) - max);
+    const Real scaled = static_cast<Real>(*sink * A::kUnit);
+    max = larger(max, scaled);
+    a = Softmax<A>::power_one(*row.max - max);
+    sum = sum * a + Softmax<A>::power_one(scaled - max);
   }
   *factor = sum == 0 ? Real(0) : a / sum;
-  return sum == 0 ? Softmax<A>::kNone : max + log_of(sum);
+  return sum == 0 ? Softmax<A>::kNone : max * static_cast<Real>(1 / A::kUnit) + log_of(sum);
 }
 
 }  // namespace

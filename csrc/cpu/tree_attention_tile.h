@@ -7,7 +7,7 @@
 #pragma once
 
 #include "cpu/tree_attention.h"
-#include "cpu/vec.h"
+#include "cpu/vec_math.h"
 
 namespace specdec {
 namespace attention {
@@ -29,7 +29,6 @@ struct FmaArithmetic {
   using OperandVec = V;
   static constexpr int kLanes = V::kLanes;
   static constexpr int kPerStep = 1;
-  static constexpr bool kPreciseExp = true;
 
   static SPECDEC_INLINE OperandVec load(const Operand* p) { return V::load(p); }
   static SPECDEC_INLINE OperandVec broadcast(Operand x) { return V::all(x); }
@@ -61,6 +60,10 @@ struct FmaArithmetic {
   }
 
   static SPECDEC_INLINE OperandVec keep_one(OperandVec x, bool) { return x; }
+
+  // Scores are measured in units of the logarithm's base: kUnit of them are a factor of e.
+  static constexpr double kUnit = 1.0;
+  static SPECDEC_INLINE Vec power(Vec x) { return exp(x); }
 };
 
 #if defined(__AVX512BF16__)
@@ -72,7 +75,6 @@ struct PairArithmetic {
   using OperandVec = __m512i;
   static constexpr int kLanes = 16;
   static constexpr int kPerStep = 2;
-  static constexpr bool kPreciseExp = false;
 
   static SPECDEC_INLINE OperandVec load(const Operand* p) { return _mm512_loadu_si512(p); }
   static SPECDEC_INLINE OperandVec broadcast(Operand x) { return _mm512_set1_epi32(static_cast<int>(x)); }
@@ -110,12 +112,16 @@ struct PairArithmetic {
                                          0x00290009, 0x00280008, 0x00270007, 0x00260006, 0x00250005, 0x00240004,
                                          0x00230003, 0x00220002, 0x00210001, 0x00200000);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    for (int32_t d = 0; d < dim; d += 32) {
-      const __m512i first = load_row(as<T>(rows[0]) + d, dim - d);
-      const __m512i second = load_row(as<T>(rows[1]) + d, dim - d);
+    int32_t d = 0;
+    for (; d + 32 <= dim; d += 32) {
+      const __m512i first = load_row(as<T>(rows[0]) + d, 32), second = load_row(as<T>(rows[1]) + d, 32);
       _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(first, low, second));
-      if (d + 16 < dim) _mm512_storeu_si512(to + d + 16, _mm512_permutex2var_epi16(first, high, second));
+      _mm512_storeu_si512(to + d + 16, _mm512_permutex2var_epi16(first, high, second));
     }
+    if (d == dim) return;
+    const __m512i first = load_row(as<T>(rows[0]) + d, dim - d), second = load_row(as<T>(rows[1]) + d, dim - d);
+    _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(first, low, second));
+    if (d + 16 < dim) _mm512_storeu_si512(to + d + 16, _mm512_permutex2var_epi16(first, high, second));
   }
 
   // Weights are rounded to bf16 here.
@@ -130,6 +136,9 @@ struct PairArithmetic {
   static SPECDEC_INLINE OperandVec keep_one(OperandVec x, bool second) {
     return _mm512_and_si512(x, _mm512_set1_epi32(second ? static_cast<int>(0xffff0000u) : 0x0000ffff));
   }
+
+  static constexpr double kUnit = 1.4426950408889634;  // log2(e)
+  static SPECDEC_INLINE Vec power(Vec x) { return Vec::exp2(x); }
 };
 #endif
 
@@ -150,7 +159,8 @@ struct Tiles {
 
   struct Values {
     const Operand* weights;  // row r at r * kChunk / kPerStep
-    const Operand* values;
+    const Operand* values;   // step s at s * value_stride
+    int64_t value_stride;
     int64_t ldv;
     int32_t begin;  // steps
     int32_t end;
@@ -199,8 +209,8 @@ struct Tiles {
         sums[r][n] = x.sums_in ? Vec::load(x.sums_in + r * x.ldv + dim + n * A::kLanes) : Vec::all(0);
       }
     }
-    const Operand* values = x.values + x.begin * x.ldv + dim;
-    for (int32_t step = x.begin; step < x.end; ++step, values += x.ldv) {
+    const Operand* values = x.values + x.begin * x.value_stride + dim;
+    for (int32_t step = x.begin; step < x.end; ++step, values += x.value_stride) {
       typename A::OperandVec value[kVecs];
       SPECDEC_UNROLL_LOOP
       for (int n = 0; n < kVecs; ++n) value[n] = A::load(values + n * A::kLanes);
