@@ -28,4 +28,7 @@ result = verify_tree(ids, tree.to_parents_tensor()[None], logits, None, temperat
 # The accepted nodes' rows move behind the prefix, all layers in one call.
 kv_compact_(caches, result.accepted, result.num_accepted, prefix_len)
 prefix_len += result.num_accepted + 1
-print("accepted nodes", result.accepted.tolist(), "emitted ids", result.output_ids.tolist(), "lengths", prefix_len.tolist())
+for row in range(BATCH):
+    count = int(result.num_accepted[row])
+    path, emitted = result.accepted[row, :count].tolist(), result.output_ids[row, : count + 1].tolist()
+    print(f"row {row}: accepted nodes {path}, emitted ids {emitted}, {int(prefix_len[row])} rows in the cache")
