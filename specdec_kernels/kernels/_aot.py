@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ def _nvidia(capability: int, multiprocessors: int, shared_kb: int) -> Architectu
 
 
 def _amd(name: str, multiprocessors: int, shared_kb: int) -> Architecture:
-    device = _common.Device((name, "hip", "default"), multiprocessors, name == "gfx950")
+    device = _common.Device((name, "hip", "default"), multiprocessors, name == "gfx950", "ieee")
     shared = shared_kb * 1024
     return Architecture(GPUTarget("hip", name, 64), device, shared, shared, 131072, 32, 32, 512)
 
@@ -104,48 +104,74 @@ class Compiled:
 
 
 class _NoDevice:
-    """What Triton asks of a driver when it compiles."""
+    """What Triton asks of a driver when it compiles. The name keeps the caches of different uses apart."""
 
-    def __init__(self, target: GPUTarget):
-        self._target = target
+    def __init__(self, target: GPUTarget, name: str):
+        self._target, self._name = target, name
         self.utils = SimpleNamespace()
 
     def get_current_target(self) -> GPUTarget:
         return self._target
 
     def get_current_device(self) -> str:
-        return f"{self._target.backend}-{self._target.arch}"
+        return self._name
 
     def get_current_stream(self, _device=None) -> int:
         return 0
 
 
 @contextmanager
-def compile_only(architecture: str) -> Iterator[list[Compiled]]:
-    """Compile every kernel launched inside for the architecture instead of launching it; yield the list of them."""
-    if not hasattr(triton.runtime.jit.JITFunction, "run") or triton.knobs.runtime.interpret:
-        raise RuntimeError("compile_only: the kernels are interpreted; unset TRITON_INTERPRET")
+def _never_launch(architecture: str, name: str, compiled: Callable[[str, object], None]) -> Iterator[None]:
+    """Give ``compiled`` the name and the binary of each kernel launched inside, instead of launching it."""
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("the kernels are interpreted, not compiled: unset TRITON_INTERPRET")
     limits = ARCHITECTURES[architecture]
-    found: list[Compiled] = []
     run, driver = triton.JITFunction.run, triton.runtime.driver
-    seen: set[int] = set()
+    before = driver._active
 
     def compile_instead(kernel, *args, grid, warmup, **options):
-        binary = run(kernel, *args, grid=grid, warmup=True, **options)
-        if id(binary) not in seen:
-            seen.add(id(binary))
-            found.append(_inspect(kernel.fn.__name__, architecture, binary))
-        return binary
+        compiled(kernel.fn.__name__, run(kernel, *args, grid=grid, warmup=True, **options))
 
-    before = driver._active
-    driver.set_active(_NoDevice(limits.target))
+    driver.set_active(_NoDevice(limits.target, f"{name} {architecture}"))
     triton.JITFunction.run = compile_instead
     try:
         with _common.pretend_device(limits.device):
-            yield found
+            yield
     finally:
         triton.JITFunction.run = run
         driver._active = before
+
+
+@contextmanager
+def compile_only(architecture: str) -> Iterator[list[Compiled]]:
+    """Compile every kernel launched inside for the architecture instead of launching it; yield the list of them."""
+    found: dict[int, Compiled] = {}
+    kernels: list[Compiled] = []
+
+    def add(name: str, binary) -> None:
+        if id(binary) not in found:
+            found[id(binary)] = _inspect(name, architecture, binary)
+            kernels.append(found[id(binary)])
+
+    with _never_launch(architecture, "compile", add):
+        yield kernels
+
+
+@contextmanager
+def count_variants(architecture: str) -> Iterator[set[tuple[str, str]]]:
+    """Compile nothing; yield the set of (kernel, key) that Triton would compile for the launches inside."""
+    variants: set[tuple[str, str]] = set()
+
+    def note(*, key, fn, **_) -> bool:
+        variants.add((fn.jit_function.fn.__name__, str(key)))
+        return True  # do not compile
+
+    before, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, note
+    try:
+        with _never_launch(architecture, "count", lambda name, binary: None):
+            yield variants
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
 
 
 def _inspect(name: str, architecture: str, binary) -> Compiled:

@@ -81,9 +81,9 @@ def load_rows(ptr, offsets, dims, rows_ok, D: tl.constexpr, BLOCK_D: tl.constexp
         if D == BLOCK_D:
             return tl.load(ptrs)
         else:
-            return tl.load(ptrs, mask=(dims < D)[None, :], other=0)
+            return tl.load(ptrs, mask=(dims < D)[None, :], other=0.0)
     else:
-        return tl.load(ptrs, mask=rows_ok[:, None] & (dims < D)[None, :], other=0)
+        return tl.load(ptrs, mask=rows_ok[:, None] & (dims < D)[None, :], other=0.0)
 
 
 @triton.jit

@@ -23,11 +23,15 @@ class Device:
         names: keys of launch parameters, most special first: the device's name, its architecture, ``default``.
         num_multiprocessors: how many programs run side by side at least.
         has_fp8: whether Triton converts float8_e4m3fn there; elsewhere the kernels take the bytes apart.
+        fp32_product: how `tl.dot` multiplies fp32 without losing precision. NVIDIA's matrix units know tf32 only; three
+            such products of the split factors are as exact as fp32, while "ieee" would leave the matrix units
+            and keep whole rows in registers.
     """
 
     names: tuple[str, ...]
     num_multiprocessors: int
     has_fp8: bool
+    fp32_product: str = "tf32x3"
 
 
 # For CPU tensors, that is under the interpreter: an H200's size, so that the same splits are tested.
@@ -59,7 +63,7 @@ def _probe(index: int) -> Device:
     name = re.sub(r"\W+", "_", facts.name)
     if torch.version.hip is not None:
         arch = facts.gcnArchName.partition(":")[0]
-        return Device((name, arch, "hip", "default"), facts.multi_processor_count, arch == "gfx950")
+        return Device((name, arch, "hip", "default"), facts.multi_processor_count, arch == "gfx950", "ieee")
     has_fp8 = (facts.major, facts.minor) >= (8, 9)
     return Device((name, f"sm_{facts.major}{facts.minor}", "default"), facts.multi_processor_count, has_fp8)
 

@@ -239,23 +239,30 @@ class Plan:
 
 
 @cache
-def choose_plan(device: _common.Device, q_dtype, cache_dtype, head_dim: int, v_dim: int, num_rows: int) -> Plan:
-    """Choose the launch parameters for ``num_rows = T · Hq / Hk`` packed rows, by the rule written in the file."""
+def choose_plan(
+    device: _common.Device, q_dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, v_dim: int, num_rows: int
+) -> Plan | None:
+    """Choose the launch parameters for ``num_rows = T · Hq / Hk`` packed rows; None when the file has no entry.
+
+    The file's own ``rule`` says why its entries are what they are.
+    """
+    kinds = {cache_dtype: "fp16", torch.float32: "fp32", torch.float64: "fp64"}  # of q
     parameters = _common.launch_parameters("tree_attention", device.names)
-    kind = "fp32" if q_dtype == torch.float32 else "fp16" if cache_dtype == q_dtype else "quantised"
-    tiles = parameters[kind][str(_common.block(max(head_dim, v_dim, 64)))]
+    tiles = parameters.get(kinds.get(q_dtype, "quantised"), {}).get(str(_common.block(max(head_dim, v_dim, 64))))
+    if tiles is None:
+        return None
     tile = next(t for t in tiles if num_rows <= t.get("max_rows", num_rows))
-    # The option is named because Triton's default is changing.
+    # The last option is Triton's default, named because that is changing.
     options = {n: tile[n] for n in ("num_warps", "num_stages", "maxnreg") if n in tile} | {"enable_fp_fusion": True}
-    sizes = (tile[name] for name in ("block_m", "block_n", "min_split_len"))
-    return Plan(*sizes, device.num_multiprocessors, options)
+    return Plan(tile["block_m"], tile["block_n"], tile["min_split_len"], device.num_multiprocessors, options)
 
 
 def tree_attention_triton(q, k_cache, v_cache, tree_mask, prefix_len, **options) -> tuple[Tensor, Tensor]:
     """Launch the kernel over a contiguous cache; see `specdec_kernels.tree_attention`."""
-    if not _supported(q, v_cache):
+    plan = _plan(q, k_cache, v_cache)
+    if plan is None:
         return OPS["tree_attention"].reference(q, k_cache, v_cache, tree_mask, prefix_len, **options)
-    return _attend(q, k_cache, v_cache, None, tree_mask, prefix_len, **options)
+    return _attend(plan, q, k_cache, v_cache, None, tree_mask, prefix_len, **options)
 
 
 def paged_tree_attention_triton(
@@ -263,17 +270,19 @@ def paged_tree_attention_triton(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel over a paged cache; see `specdec_kernels.paged_tree_attention`."""
     args = (q, k_cache, v_cache, block_table, tree_mask, prefix_len)
-    if not _supported(q, v_cache):
+    plan = _plan(q, k_cache, v_cache)
+    if plan is None:
         return OPS["paged_tree_attention"].reference(*args, **options)
-    return _attend(*args, **options)
+    return _attend(plan, *args, **options)
 
 
-def _supported(q: Tensor, v_cache: Tensor) -> bool:
-    return q.dtype != torch.float64 and max(q.shape[-1], v_cache.shape[-1]) <= 256
+def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Plan | None:
+    num_rows = q.shape[1] * (q.shape[2] // k_cache.shape[2])
+    return choose_plan(_common.device_of(q), q.dtype, k_cache.dtype, q.shape[3], v_cache.shape[3], num_rows)
 
 
 def _attend(
-    q, k_cache, v_cache, block_table, tree_mask, prefix_len, *, scale, softcap, window, sinks, k_scale, v_scale
+    plan, q, k_cache, v_cache, block_table, tree_mask, prefix_len, *, scale, softcap, window, sinks, k_scale, v_scale
 ):
     batch, num_nodes, num_q_heads, head_dim = q.shape
     page_size, num_kv_heads, v_dim = v_cache.shape[1:]
@@ -283,7 +292,6 @@ def _attend(
     if batch == 0:
         return out, lse
     device = _common.device_of(q)
-    plan = choose_plan(device, q.dtype, k_cache.dtype, head_dim, v_dim, num_nodes * group_size)
     num_row_tiles = triton.cdiv(num_nodes * group_size, plan.block_m)
     max_keys = page_size if block_table is None else block_table.shape[1] * page_size
     if window is not None:
@@ -304,7 +312,7 @@ def _attend(
             0 if table is None else table.stride(0),
             0 if tree_mask.shape[0] == 1 else tree_mask.stride(0),
             *(0 if x is None or x.dim() == 0 else x.stride(0) for x in (k_scale, v_scale)),
-            *(head_dim, v_dim, 0 if table is None else page_size, _dot_precision(q)),
+            *(head_dim, v_dim, 0 if table is None else page_size, _dot_precision(q, device)),
             *(plan.block_m, plan.block_n, _common.block(head_dim), _common.block(v_dim)),
             **plan.compile_options,
         )
@@ -326,8 +334,8 @@ def _split_results(out: Tensor, lse: Tensor, num_splits: int) -> tuple[Tensor, T
     return partial, lse.new_empty(batch, num_splits, *rest[:2])
 
 
-def _dot_precision(q: Tensor) -> str:
-    """Return how fp32 products are made: exact to fp32, unless torch was told otherwise."""
+def _dot_precision(q: Tensor, device: _common.Device) -> str:
+    """Return how fp32 products are made: to fp32's own precision, unless torch was told that less will do."""
     if q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "tf32"
-    return "ieee"
+    return device.fp32_product

@@ -33,12 +33,14 @@ define_op(
     f"tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor tree_mask, Tensor prefix_len, {_OPTIONS}",
     reference=tree_attention_ref,
     fake=_fake,
+    triton="kernels.tree_attention:tree_attention_triton",
 )
 define_op(
     "paged_tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor tree_mask, "
     f"Tensor prefix_len, {_OPTIONS}",
     reference=paged_tree_attention_ref,
     fake=_fake,
+    triton="kernels.tree_attention:paged_tree_attention_triton",
 )
 
 

@@ -1,0 +1,91 @@
+"""What the kernel moves, against what it cannot avoid: each K/V row that a tile of rows sees, q, out and lse, once."""
+
+import pytest
+import torch
+
+from tests.kernels.meter import measure
+from tests.ops.attention_cases import Case, make_case, paths, visible_keys
+
+from .attention import attend, block_m, force_plan
+
+BF16 = torch.bfloat16
+
+
+def unavoidable(case: Case) -> int:
+    """Return the bytes of one call: K/V rows once for each KV head and row tile, q and the results once."""
+    batch, num_nodes, num_q_heads, qk_dim = case.q.shape
+    num_kv_heads, v_dim = case.k.shape[2], case.v.shape[3]
+    group_size, step = num_q_heads // num_kv_heads, block_m(case)
+    num_rows, keys = num_nodes * group_size, 0
+    for row in range(batch):
+        node_paths = paths(case.tree(row))
+        for first in range(0, num_rows, step):
+            nodes = range(first // group_size, (min(first + step, num_rows) - 1) // group_size + 1)
+            keys += len(set().union(*(visible_keys(case, row, node_paths[n]) for n in nodes)))
+    kv_bytes = keys * num_kv_heads * (qk_dim + v_dim) * case.k.element_size()
+    lse_bytes = batch * num_nodes * num_q_heads * 4
+    return kv_bytes + case.q.numel() * case.q.element_size() * (qk_dim + v_dim) // qk_dim + lse_bytes
+
+
+def moved(case: Case, **pages) -> int:
+    with measure() as launches:
+        attend(case, **pages)
+    return sum(launch.moved() for launch in launches)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 16, 63, 65])
+@pytest.mark.parametrize("prefix", [0, 1, 100, 777])
+def test_reads_everything_once(prefix, num_nodes, monkeypatch) -> None:
+    force_plan(monkeypatch, target_programs=1)
+    case = make_case(1, (prefix,), num_nodes, (4, 1), (128, 128), BF16)
+    ratio = moved(case) / unavoidable(case)
+    print(f"P{prefix} T{num_nodes}: {ratio:.4f}")
+    assert ratio <= 1.05
+
+
+@pytest.mark.parametrize("num_nodes", [1, 16, 63, 65])
+@pytest.mark.parametrize("prefix", [100, 777])
+def test_splits_cost_little(prefix, num_nodes) -> None:
+    """With the shipped parameters and room for long prefixes."""
+    case = make_case(1, (prefix,), num_nodes, (4, 1), (128, 128), BF16)
+    case.k, case.v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 4096)) for x in (case.k, case.v))
+    with measure() as launches:
+        attend(case)
+    ratio = sum(launch.moved() for launch in launches) / unavoidable(case)
+    print(f"P{prefix} T{num_nodes}: {ratio:.4f}, {'split' if 'partial_ptr' in launches[0].traffic else 'not split'}")
+    assert [launch.kernel for launch in launches] == ["_tree_attention_kernel", "_merge_splits_kernel"]
+    assert ratio <= 1.10
+
+
+def test_splits_move_what_the_rule_says(monkeypatch) -> None:
+    """Each split writes, and the merge reads, one fp32 row of results; nothing that was not written is read."""
+    force_plan(monkeypatch, min_split_len=64)
+    case = make_case(2, (187, 30), 5, (4, 2), (64, 64), BF16, trees=2)  # three splits of 64 keys; none
+    with measure() as launches:
+        attend(case)
+    attention, merge = launches
+    num_rows = 5 * 4
+    assert attention.traffic["partial_ptr"].stored == merge.traffic["partial_ptr"].loaded == 3 * num_rows * 64 * 4
+    assert attention.traffic["out_ptr"].stored == merge.traffic["out_ptr"].stored == num_rows * 64 * 2
+
+
+def test_pages_cost_their_table(monkeypatch) -> None:
+    """A page id for each page, when pages are as large as a tile; one for each row when they are smaller."""
+    force_plan(monkeypatch, target_programs=1)
+    case = make_case(1, (300,), 1, (4, 1), (64, 64), BF16)
+    contiguous = moved(case)
+    assert moved(case, page=256) - contiguous == 4 * 5  # tiles of 64 keys
+    assert moved(case, page=16) - contiguous <= 4 * -(-301 // 64) * 64
+
+
+def test_window_skips_the_prefix(monkeypatch) -> None:
+    force_plan(monkeypatch, target_programs=1)
+    case = make_case(1, (777,), 16, (4, 1), (128, 128), BF16, window=100)
+    assert moved(case) <= 1.05 * unavoidable(case)
+
+
+def test_meter_sees_an_access_outside() -> None:
+    case = make_case(1, (37,), 5, (4, 1))
+    case.k = case.k[:, :40]  # the tree needs 42 rows
+    with pytest.raises(Exception, match="load outside every tensor"), measure():
+        attend(case)
