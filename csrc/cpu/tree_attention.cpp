@@ -1,3 +1,4 @@
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -80,13 +81,30 @@ void run(const Call& call, int64_t out_bytes) {
   });
 }
 
-std::tuple<Tensor, Tensor> attend(Call* call, const Tensor& q, const Tensor& v_cache) {
-  const int64_t sizes[] = {call->batch, q.size(1), q.size(2), v_cache.size(3)};
-  const bool is_double = call->problem.q_element == Element::kDouble;
-  using torch::headeronly::ScalarType;
-  Tensor out = torch::stable::new_empty(q, {sizes, 4});
-  Tensor lse = torch::stable::new_empty(q, {sizes, 3}, is_double ? ScalarType::Double : ScalarType::Float);
-  if (call->batch > 0 && q.size(2) > 0) {
+// Contiguous, on the CPU. Tensor's own new_empty looks the operator up by name at each call: several microseconds.
+template <int kDims>
+Tensor make_empty(const int64_t (&sizes)[kDims], int32_t dtype) {
+  int64_t strides[kDims];
+  int64_t stride = 1;
+  for (int i = kDims - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= std::max<int64_t>(sizes[i], 1);
+  }
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(kDims, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+std::tuple<Tensor, Tensor> attend(Call* call, const Tensor& q) {
+  const Problem& p = call->problem;
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
+  const bool is_double = p.q_element == Element::kDouble;
+  Tensor out = make_empty({call->batch, p.num_nodes, p.num_q_heads, p.v_dim}, dtype);
+  Tensor lse = make_empty({call->batch, p.num_nodes, p.num_q_heads},
+                          is_double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32());
+  if (call->batch > 0 && p.num_q_heads > 0) {
     call->problem.out = static_cast<char*>(out.mutable_data_ptr());
     call->problem.lse = lse.mutable_data_ptr();
     run(*call, static_cast<int64_t>(q.element_size()));
@@ -105,7 +123,7 @@ std::tuple<Tensor, Tensor> tree_attention_cpu(Tensor q, Tensor k_cache, Tensor v
   read_structure(q, tree_mask, prefix_len, &call);
   read_options(q, {scale, softcap, window, sinks, k_scale, v_scale}, &call);
   check_prefixes(call, k_cache.size(1));
-  return attend(&call, q, v_cache);
+  return attend(&call, q);
 }
 
 std::tuple<Tensor, Tensor> paged_tree_attention_cpu(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,
@@ -127,7 +145,7 @@ std::tuple<Tensor, Tensor> paged_tree_attention_cpu(Tensor q, Tensor k_cache, Te
   p.table_strides[1] = block_table.stride(1);
   check_prefixes(call, block_table.size(1) * p.page_size);
   check_pages(call, k_cache.size(0));
-  return attend(&call, q, v_cache);
+  return attend(&call, q);
 }
 
 }  // namespace

@@ -143,7 +143,7 @@ def test_slots_do_not_matter(dtype) -> None:
     q, k, v = torch.randn(3, 11, 4, 64).to(dtype), case.k.clone(), case.v.clone()
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 8)) for x in (k, v))
     k[1, 64:], v[1, 64:] = float("nan"), float("inf")
-    where = {node: place for node, place in zip(order, places, strict=True)}
+    where = dict(zip(order, places, strict=True))
     for node, path in enumerate(paths(case.parents[1])):
         place = where[node]
         mask[1, place, 0] = sum(1 << where[member] for member in path)
