@@ -12,9 +12,11 @@ from torch import Tensor
 
 
 def check_tensor(op: str, name: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is a tensor."""
+    """Raise TypeError unless ``value`` is a tensor with strides (not sparse, for example)."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
 
 
 def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int | str]) -> None:

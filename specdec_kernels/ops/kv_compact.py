@@ -51,7 +51,8 @@ def kv_compact_(caches: Sequence[Tensor] | Tensor, accepted: Tensor, num_accepte
     is skipped. Buffers that share memory (one listed twice) are the caller's mistake and give wrong rows.
 
     Raises:
-        TypeError: an argument is no tensor, or an index tensor is not int32.
+        TypeError: an argument is no dense tensor (or ``caches`` no list or tuple of them), an index tensor is not
+            int32, or a cache has a dtype with a quantizer (``torch.qint8``).
         ValueError: a shape, device, stride or element size does not fit; on CPU also a path that does not increase, a
             count above N, or a move outside the capacity.
         RuntimeError: a cache requires grad while grad is on.
@@ -114,7 +115,7 @@ def paged_kv_compact_(
     a shared page before drafting into it.
 
     Raises:
-        TypeError: an argument is no tensor, or an index tensor is not int32.
+        TypeError: as in `kv_compact_`.
         ValueError: as in `kv_compact_`, and for page sizes that differ, or a needed table entry that is no page.
         RuntimeError: a cache requires grad while grad is on.
 
@@ -163,6 +164,8 @@ def _check_caches(
     op: str, caches: Sequence[Tensor], shape: tuple[int | str, ...], device: torch.device
 ) -> list[torch.Size]:
     """Check every cache and return the distinct shapes; a layout like the one before costs one comparison."""
+    if not isinstance(caches, (list, tuple)):
+        raise TypeError(f"{op}: caches must be a list or tuple of tensors, or one tensor, got {type(caches).__name__}")
     known = None
     shapes: list[torch.Size] = []
     for index, cache in enumerate(caches):
@@ -184,6 +187,8 @@ def _check_memory(op: str, name: str, cache: Tensor, device: torch.device) -> No
     """Check where and how a cache, or a stack of caches, lies in memory."""
     check_device(op, name, cache, device)
     check_no_grad(op, **{name: cache})
+    if cache.is_quantized:
+        raise TypeError(f"{op}: {name} must not be a tensor with a quantizer, got {cache.dtype}; pass its int_repr()")
     if cache.element_size() not in _ELEMENT_SIZES:
         raise ValueError(f"{op}: {name} must have elements of 1, 2, 4 or 8 bytes, got {cache.dtype}")
     if cache.dim() > 2:

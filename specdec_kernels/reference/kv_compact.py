@@ -54,6 +54,8 @@ def paged_kv_compact_ref(
 
 def _unstack(caches: Sequence[Tensor]) -> Iterator[Tensor]:
     for cache in caches:
+        if cache.is_quantized:
+            raise TypeError("kv_compact: torch cannot move the rows of a tensor with a quantizer")
         yield from cache if cache.dim() == 5 else (cache,)
 
 

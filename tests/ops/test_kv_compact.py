@@ -126,6 +126,15 @@ def test_skips_bad_moves_where_values_are_not_read(num_accepted, backend, device
     assert torch.equal(cache.cpu(), want)
 
 
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
+def test_refuses_a_quantizer(backend) -> None:
+    """Torch's own indexing of such a tensor ends the process, so a direct call is refused too."""
+    cache = torch.empty(1, 12, 1, dtype=torch.qint8)
+    for compact in (kv_compact_, ops.kv_compact_.default):
+        with pytest.raises(TypeError, match="quantizer"):
+            compact([cache], *step_of())
+
+
 @pytest.mark.parametrize("prefix", [-1, -(2**31), 2**31 - 1])
 def test_skips_prefixes_outside(prefix, backend, device) -> None:
     cache = torch.arange(12.0, device=device).view(1, 12, 1)
@@ -215,6 +224,18 @@ def step_of(accepted=((2, 5),), num_accepted=(2,), prefix_len=(3,)):
 
 CACHE = torch.zeros(1, 12, 2, 4)
 REJECTED = {
+    "caches-none": (
+        (None, *step_of()),
+        TypeError,
+        "caches must be a list or tuple of tensors, or one tensor, got NoneType",
+    ),
+    "caches-iterator": ((iter([CACHE]), *step_of()), TypeError, "caches must be a list or tuple .* got list_iterator"),
+    "sparse": (
+        ([CACHE.to_sparse()], *step_of()),
+        TypeError,
+        r"caches\[0\] must be a dense tensor, got layout torch.sparse_coo",
+    ),
+    "prefix-sparse": (([CACHE], *step_of()[:2], step_of()[2].to_sparse()), TypeError, "prefix_len must be a dense"),
     "cache-kind": (([None], *step_of()), TypeError, r"caches\[0\] must be a torch.Tensor, got NoneType"),
     "cache-dims": (([CACHE[0, 0, 0]], *step_of()), ValueError, r"2, 3 or 4 dimensions, got shape \(4,\)"),
     "cache-batch": (([CACHE, CACHE.repeat(2, 1, 1, 1)], *step_of()), ValueError, r"caches\[1\] .* \(1, S, H, D\)"),

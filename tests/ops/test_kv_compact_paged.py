@@ -196,6 +196,12 @@ def step_of(table=(3, 0, 1), accepted=(2, 5), num_accepted=2, prefix_len=3):
 
 
 REJECTED = {
+    "caches-none": (
+        (None, *step_of()),
+        TypeError,
+        "caches must be a list or tuple of tensors, or one tensor, got NoneType",
+    ),
+    "table-sparse": (([POOL], step_of()[0].to_sparse(), *step_of()[1:]), TypeError, "block_table must be a dense"),
     "cache-kind": (([None], *step_of()), TypeError, r"caches\[0\] must be a torch.Tensor, got NoneType"),
     "cache-dims": (([POOL[0, 0, 0]], *step_of()), ValueError, "2, 3 or 4 dimensions"),
     "page-zero": (([POOL[:, :0]], *step_of()), ValueError, r"one page size of at least 1, got \[0\]"),
