@@ -25,9 +25,14 @@ def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int | str
     ``check_shape("tree_attention", "k_cache", k, (2, "S", 8, 64))``
     """
     check_tensor(op, name, tensor)
-    matches = tensor.dim() == len(expected) and all(
-        isinstance(want, str) or have == want for have, want in zip(tensor.shape, expected, strict=True)
-    )
+    # Written out: a generator costs more than the comparison, and ops in a model's inner loop pass here.
+    shape = tensor.shape
+    matches = len(shape) == len(expected)
+    if matches:
+        for have, want in zip(shape, expected, strict=True):
+            if not isinstance(want, str) and have != want:
+                matches = False
+                break
     if not matches:
         want = "(" + ", ".join(str(e) for e in expected) + ("," if len(expected) == 1 else "") + ")"
         raise ValueError(f"{op}: {name} must have shape {want}, got {tuple(tensor.shape)}")
@@ -49,7 +54,7 @@ def check_device(op: str, name: str, tensor: Tensor, device: torch.device) -> No
 
 def check_last_stride(op: str, name: str, tensor: Tensor) -> None:
     """Raise ValueError unless the last dimension is contiguous; other strides are free."""
-    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel():
         raise ValueError(f"{op}: {name} must have stride 1 in its last dimension, got strides {tensor.stride()}")
 
 
@@ -71,13 +76,21 @@ def values_readable(*tensors: Tensor | None) -> bool:
     """Say whether values may be read without waiting for a device: CPU tensors, not under compilation or tracing."""
     if torch.compiler.is_compiling():
         return False
-    return all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)
+    for tensor in tensors:
+        if tensor is not None and (not tensor.is_cpu or type(tensor) not in (Tensor, torch.nn.Parameter)):
+            return False
+    return True
 
 
 def check_values(op: str, name: str, tensor: Tensor, low: int, high: int) -> None:
     """Raise ValueError unless all values lie in [low, high]; call it under ``values_readable`` only."""
-    if tensor.numel():
-        smallest, largest = (int(x) for x in torch.aminmax(tensor))
+    count = tensor.numel()
+    if count:
+        if count <= 64:  # a list is faster than torch's dispatch
+            values = tensor.flatten().tolist() if tensor.dim() != 1 else tensor.tolist()
+            smallest, largest = min(values), max(values)
+        else:
+            smallest, largest = (int(x) for x in torch.aminmax(tensor))
         if smallest < low or largest > high:
             bad = smallest if smallest < low else largest
             raise ValueError(f"{op}: {name} must be in [{low}, {high}], got {bad}")

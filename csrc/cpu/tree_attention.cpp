@@ -57,11 +57,13 @@ void write_padding(const Call& call, const std::vector<std::unique_ptr<Planner>>
 
 void run(const Call& call, int64_t out_bytes) {
   const Problem& p = call.problem;
-  std::vector<std::unique_ptr<Planner>> plans;
-  plans.reserve(call.batch);
+  std::vector<std::unique_ptr<Planner>> plans(call.batch);
+  constexpr int64_t kPlansPerThread = 16;
+  torch::stable::parallel_for(0, call.batch, kPlansPerThread, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) plans[b] = std::make_unique<Planner>(call.mask_of(b), call.prefix(b));
+  });
   double multiplications = 0;
   for (int64_t b = 0; b < call.batch; ++b) {
-    plans.push_back(std::make_unique<Planner>(call.mask_of(b), call.prefix(b)));
     multiplications +=
         static_cast<double>(call.prefix(b) + p.num_nodes) * p.num_nodes * p.num_q_heads * (p.qk_dim + p.v_dim);
   }

@@ -43,6 +43,9 @@ class Planner {
     const int32_t count = mask.num_nodes;
     sets_.resize(static_cast<size_t>(count) * words_);
     sizes_.resize(count);
+    for (std::vector<int32_t>* list : {&order_, &depths_, &keys_}) list->reserve(count);
+    clusters_.reserve(count);
+    members_.reserve(kChunk);
     const uint64_t last = count % 64 ? (uint64_t{1} << count % 64) - 1 : ~uint64_t{0};
     for (int32_t i = 0; i < count; ++i) {
       for (int32_t w = 0; w < words_; ++w) {
