@@ -11,6 +11,7 @@ in units in the last place of bf16. Zero or a few units is a tie that rounding d
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -204,7 +205,7 @@ def main() -> int:
     lines = summary(rows)
     print("\n" + "\n".join(lines))
     if args.save:
-        print(f"\nwrote {write_results(args, rows, lines)}")
+        print(f"\nwrote {os.path.relpath(write_results(args, rows, lines))}")
     return 0 if args.dtype != "float32" or all(r.first_difference is None for r in rows) else 1
 
 
