@@ -2,11 +2,13 @@
 
 The reference goes on ``CompositeExplicitAutograd`` and thereby serves every device. The native extension
 overrides ``CPU`` (and ``CUDA`` for C++ kernels); a Triton launcher, named as ``"module:function"``, overrides
-``CUDA`` and is imported on the first GPU call. The tensor's device picks the kernel; there is no back-end argument.
-``Library.define`` + ``impl`` is used and not ``torch.library.custom_op``, which costs 3-9 µs a call more.
+``CUDA`` where triton is installed, and is imported on the first GPU call. The tensor's device picks the kernel; there
+is no back-end argument. ``Library.define`` + ``impl`` is used and not ``torch.library.custom_op``, which costs 3-9 µs a
+call more.
 """
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,12 +28,15 @@ class OpRecord:
     schema: str
     reference: Callable
     triton: str | None
+    native: tuple[str, ...]
 
 
 OPS: dict[str, OpRecord] = {}
 
 
-def define_op(schema: str, *, reference: Callable, fake: Callable, triton: str | None = None) -> None:
+def define_op(
+    schema: str, *, reference: Callable, fake: Callable, triton: str | None = None, native: tuple[str, ...] = ()
+) -> None:
     """Register an op of this package.
 
     Args:
@@ -39,14 +44,16 @@ def define_op(schema: str, *, reference: Callable, fake: Callable, triton: str |
         reference: the pure-torch implementation, serving every device that has no kernel of its own.
         fake: shapes, strides and dtypes of the results; reads no data.
         triton: launcher for CUDA tensors as ``"kernels.module:function"``, imported on the first call.
+        native: the devices that ``csrc/`` has a kernel for, ``"cpu"`` and ``"cuda"``, whether built here or not.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(add_op_namespace_prefix(name), fake, lib=_library)
-    if triton is not None:
+    # Without triton the reference serves the GPU too.
+    if triton is not None and importlib.util.find_spec("triton") is not None:
         _library.impl(name, _lazy_launcher(triton), "CUDA")
-    OPS[name] = OpRecord(name, schema, reference, triton)
+    OPS[name] = OpRecord(name, schema, reference, triton, native)
 
 
 def _lazy_launcher(path: str) -> Callable:

@@ -69,6 +69,16 @@ def test_every_op_has_its_six_places(name: str) -> None:
     assert name in specdec_kernels.__all__
 
 
+@needs_native()
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_native_kernels_are_declared(name: str) -> None:
+    """What `doctor` believes to exist, though it may not be built here, is what there is."""
+    record = OPS[name]
+    source = CSRC / "cuda" / f"{record.reference.__module__.rpartition('.')[2]}.cu"
+    assert ("cpu" in record.native) == (name in native_types()), "say in define_op(native=...) what the build has"
+    assert ("cuda" in record.native) == source.exists() or not CSRC.exists()
+
+
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_mutation_is_declared(name: str) -> None:
     """A trailing underscore, and only that, says that an op writes to its arguments; such an op returns nothing."""

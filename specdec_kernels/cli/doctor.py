@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterator
 
 import torch
 
@@ -31,7 +32,7 @@ def run(args) -> int:
     print("gpu: " + (_gpu_names() or "none"))
     for name, error in _native.load_errors.items():
         print(f"{name}: " + ("loaded" if error is None else f"not loaded: {error}"))
-    _print_ops(native)
+    _print_ops()
     return 0
 
 
@@ -54,29 +55,32 @@ def _gpu_names() -> str:
     return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 
-def _print_ops(native) -> None:
+def _print_ops() -> None:
     rows = [("op", "cpu", "cuda", "why not faster")]
     for record in OPS.values():
-        cpu, cuda = (_kernel(record, key) for key in ("CPU", "CUDA"))
-        rows.append((record.name, cpu, cuda, "; ".join(_reasons(record, native, cpu, cuda))))
+        rows.append((record.name, _kernel(record, "cpu"), _kernel(record, "cuda"), "; ".join(_reasons(record))))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[3])
 
 
-def _kernel(record: OpRecord, key: str) -> str:
+def _kernel(record: OpRecord, device: str) -> str:
     """Name what the dispatcher calls for tensors of a device."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix(record.name), key)
+    has = torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix(record.name), device.upper())
     if not has:
         return "reference"
-    return "triton" if key == "CUDA" and record.triton else "native"
+    return "triton" if device == "cuda" and record.triton else "native"
 
 
-def _reasons(record: OpRecord, native, cpu: str, cuda: str):
-    if cpu == "reference":
-        error = _native.load_errors["_C"]
-        yield f"cpu: {error}" if error else "cpu: no native kernel yet"
-    if cuda == "reference":
-        error = _native.load_errors["_C_cuda"]
-        has_cuda_source = native is not None and record.name in native.schemas()
-        yield f"cuda: {error}" if error and has_cuda_source else "cuda: no gpu kernel yet"
+def _reasons(record: OpRecord) -> Iterator[str]:
+    for device, extension in (("cpu", "_C"), ("cuda", "_C_cuda")):
+        if _kernel(record, device) == "reference":
+            yield f"{device}: {_why_reference(record, device, extension)}"
+
+
+def _why_reference(record: OpRecord, device: str, extension: str) -> str:
+    if device == "cuda" and record.triton:
+        return "triton is not installed"
+    if device not in record.native:
+        return "there is no faster kernel yet"
+    return _native.load_errors[extension] or f"{extension} was built without it; build it again"

@@ -237,10 +237,12 @@ define_op(
     "kv_compact_(Tensor(a!)[] caches, Tensor accepted, Tensor num_accepted, Tensor prefix_len) -> ()",
     reference=kv_compact_ref,
     fake=_nothing,
+    native=("cpu", "cuda"),
 )
 define_op(
     "paged_kv_compact_(Tensor(a!)[] caches, Tensor block_table, Tensor accepted, Tensor num_accepted, "
     "Tensor prefix_len) -> ()",
     reference=paged_kv_compact_ref,
     fake=_nothing,
+    native=("cpu", "cuda"),
 )

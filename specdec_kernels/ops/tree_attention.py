@@ -34,6 +34,7 @@ define_op(
     reference=tree_attention_ref,
     fake=_fake,
     triton="kernels.tree_attention:tree_attention_triton",
+    native=("cpu",),
 )
 define_op(
     "paged_tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor tree_mask, "
@@ -41,6 +42,7 @@ define_op(
     reference=paged_tree_attention_ref,
     fake=_fake,
     triton="kernels.tree_attention:paged_tree_attention_triton",
+    native=("cpu",),
 )
 
 
