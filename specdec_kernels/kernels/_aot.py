@@ -38,7 +38,7 @@ class Architecture:
 
 
 def _nvidia(capability: int, multiprocessors: int, shared_kb: int) -> Architecture:
-    device = _common.Device((f"sm_{capability}", "default"), multiprocessors, capability >= 89)
+    device = _common.nvidia_device(capability, multiprocessors)
     shared = shared_kb * 1024
     return Architecture(GPUTarget("cuda", capability, 32), device, shared, shared + 1024, 65536, 64, 32, 256)
 

@@ -64,8 +64,14 @@ def _probe(index: int) -> Device:
     if torch.version.hip is not None:
         arch = facts.gcnArchName.partition(":")[0]
         return Device((name, arch, "hip", "default"), facts.multi_processor_count, arch == "gfx950", "ieee")
-    has_fp8 = (facts.major, facts.minor) >= (8, 9)
-    return Device((name, f"sm_{facts.major}{facts.minor}", "default"), facts.multi_processor_count, has_fp8)
+    return nvidia_device(facts.major * 10 + facts.minor, facts.multi_processor_count, name)
+
+
+def nvidia_device(capability: int, num_multiprocessors: int, *names: str) -> Device:
+    """Return the facts of an NVIDIA GPU; its family, the last architecture with the same matrix unit, is a name too."""
+    family = f"sm_{capability // 10}0" if capability // 10 in (9, 10) else "sm_80"
+    names = (*names, *dict.fromkeys((f"sm_{capability}", family)), "default")
+    return Device(names, num_multiprocessors, capability >= 89)
 
 
 @cache

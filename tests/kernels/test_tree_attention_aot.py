@@ -56,12 +56,10 @@ def test_fits(architecture: str, case: Case) -> None:
     assert not load_faults(kernels[ATTENTION])
 
 
-@pytest.mark.parametrize("architecture", NVIDIA)
-def test_fits_smaller_gpus(architecture: str) -> None:
-    """The default parameters also serve GPUs of the same generation with 99 KB of shared memory."""
-    for case in EVERYWHERE:
-        kernels = compiled(architecture, case.launch)
-        assert kernels[ATTENTION].shared_bytes <= 99 * 1024
+@pytest.mark.parametrize("case", EVERYWHERE, ids=str)
+def test_fits_smaller_gpus(case: Case) -> None:
+    """The parameters of sm_80 also serve sm_86 and sm_89, which have 99 KB of shared memory."""
+    assert compiled("sm_80", case.launch)[ATTENTION].shared_bytes <= 99 * 1024
 
 
 def test_options_are_compiled_out() -> None:
