@@ -17,7 +17,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit code."""
-    parser = argparse.ArgumentParser(prog="specdec-kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="specdec-kernels", description="Kernels for speculative decoding: tools.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     argv = sys.argv[1:] if argv is None else argv
     chosen = next((a for a in argv if a in COMMANDS), None)

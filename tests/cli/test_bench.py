@@ -104,6 +104,23 @@ def test_refuses_unknown_names(arguments, message, capsys) -> None:
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--threads", "-3", "at least 1, got -3"),
+        ("--threads", "x", "invalid"),
+        ("--device", "tpu", "must be cpu or cuda, got tpu"),
+        ("--device", "cuda:9999", "there is no cuda:9999 here"),
+        ("--device", "cuda:x", "cuda:x"),
+    ],
+)
+def test_refuses_bad_options(option, value, message, capsys) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", "kv_compact", option, value])
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_needs_a_clone(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(command, "REPOSITORY", tmp_path)
     assert main(["bench", "kv_compact"]) == 2
