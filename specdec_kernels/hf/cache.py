@@ -91,18 +91,28 @@ class TreeCache(Cache):
             The layer's whole buffers ``(B, Hk, S, D)``, not copies.
 
         Raises:
-            ValueError: the rows do not fit (nothing was written then), or the shape is not the layer's.
+            ValueError: the rows do not fit (nothing was written then), the shape is not the layer's, or K and V have
+                different numbers of nodes.
         """
-        self._begin_step(key_states.shape[2])
+        num_nodes = key_states.shape[2]
+        if value_states.shape[2] != num_nodes:
+            raise ValueError(f"TreeCache: K has {num_nodes} nodes, but V has {value_states.shape[2]}")
+        self._begin_step(num_nodes)
         keys, values = self._layer(layer_idx, key_states, value_states)
         self._write(keys, key_states)
         self._write(values, value_states)
         return keys, values
 
     def advance(self, count: int) -> None:
-        """Commit the first ``count`` nodes of the last step in every row, without moving any."""
-        common = None if self._common is None else self._common + count
-        self._set_lengths(self._prefix_len + count, longest=self._longest + count, common=common)
+        """Commit the first ``count`` nodes of the last step in every row, without moving any.
+
+        Raises:
+            ValueError: the last step has fewer nodes, or was committed already.
+        """
+        written = self._step or 0
+        if not 0 <= count <= written:
+            raise ValueError(f"TreeCache.advance: count must be in [0, {written}], the nodes of a step, got {count}")
+        self._add_to_lengths(count)
 
     def truncate(self, lengths: Tensor) -> None:
         """Forget the rows past ``lengths`` ``(B,) int32``, none above the present length (not checked)."""
@@ -135,7 +145,7 @@ class TreeCache(Cache):
         shortest = int(self._prefix_len.min())
         if -tokens_to_remove > shortest:
             raise ValueError(f"TreeCache.crop: cannot remove {-tokens_to_remove} rows of {shortest}")
-        self.advance(tokens_to_remove)
+        self._add_to_lengths(tokens_to_remove)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the longest row's length: exact on the CPU, elsewhere an upper bound that needs no wait."""
@@ -195,6 +205,10 @@ class TreeCache(Cache):
             common = longest if min(lengths) == longest else None
         self._longest = min(longest, self.capacity)
         self._common = common
+
+    def _add_to_lengths(self, count: int) -> None:
+        common = None if self._common is None else self._common + count
+        self._set_lengths(self._prefix_len + count, longest=self._longest + count, common=common)
 
     def _begin_step(self, num_nodes: int) -> None:
         """Decide where the nodes of this step go: once for all layers, before anything is written."""

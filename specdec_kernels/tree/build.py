@@ -91,7 +91,9 @@ class DraftTree:
         return tuple(node for node, children in enumerate(self.children) if not children)
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Return the nodes from the root to ``node``, both included."""
+        """Return the nodes from the root to ``node``, both included; ValueError when there is no such node."""
+        if not 0 <= node < self.num_nodes:
+            raise ValueError(f"DraftTree: node must be in [0, {self.num_nodes - 1}], got {node}")
         path = [node]
         while path[-1] != 0:
             path.append(self.parents[path[-1]])

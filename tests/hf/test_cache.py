@@ -179,6 +179,25 @@ def test_update_refuses_another_batch():
         TreeCache(1, 1, 8).update(*states(2, 2), 0)
 
 
+def test_update_refuses_fewer_values_than_keys():
+    """One value would be copied to all nodes."""
+    cache = TreeCache(1, 1, 8)
+    with pytest.raises(ValueError, match="K has 3 nodes, but V has 1"):
+        cache.update(states(1, 3)[0], states(1, 1)[1], 0)
+
+
+def test_advance_commits_only_what_was_written():
+    cache, _ = filled([3])
+    with pytest.raises(ValueError, match=r"count must be in \[0, 0\]"):
+        cache.advance(1)
+    write(cache, 2)
+    for count in (3, -1):
+        with pytest.raises(ValueError, match=rf"count must be in \[0, 2\], .* got {count}"):
+            cache.advance(count)
+    cache.advance(2)
+    assert cache.prefix_len.tolist() == [5]
+
+
 @pytest.mark.parametrize("name", ["num_layers", "batch_size", "capacity"])
 def test_sizes_must_be_positive(name):
     with pytest.raises(ValueError, match=f"TreeCache: {name} must be at least 1, got 0"):

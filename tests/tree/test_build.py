@@ -39,6 +39,9 @@ def test_the_documented_example():
     assert tree.children == ((1, 2), (3, 4), (5,), (), (), ())
     assert (tree.num_nodes, tree.max_depth, tree.leaves) == (6, 2, (3, 4, 5))
     assert tree.path(4) == (0, 1, 4)
+    for node in (-1, 6):
+        with pytest.raises(ValueError, match=rf"node must be in \[0, 5\], got {node}"):
+            tree.path(node)
     assert tree.to_retrieve_indices().tolist() == [[0, 1, 3], [0, 1, 4], [0, 2, 5]]
     visible = [{0}, {0, 1}, {0, 2}, {0, 1, 3}, {0, 1, 4}, {0, 2, 5}]
     assert [set(row.nonzero().flatten().tolist()) for row in tree.to_dense_mask()] == visible
