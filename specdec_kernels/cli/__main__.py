@@ -13,10 +13,12 @@ COMMANDS = {
     "train": "train draft heads for a model",
     "tree": "draw, convert and optimise draft trees",
 }
+# What a command may need beyond the base install -> the extra that brings it.
+EXTRAS = {"accelerate": "demo", "gguf": "demo", "safetensors": "hf", "tqdm": "train", "transformers": "hf"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return its exit code."""
+    """Run one command; return its exit code. A package that is not installed is one line on stderr and exit code 2."""
     parser = argparse.ArgumentParser(prog="specdec-kernels", description="Kernels for speculative decoding: tools.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     argv = sys.argv[1:] if argv is None else argv
@@ -26,7 +28,18 @@ def main(argv: list[str] | None = None) -> int:
         if name == chosen:
             importlib.import_module(f".{name}", __package__).add_arguments(subparser)
     args = parser.parse_args(argv)
-    return importlib.import_module(f".{args.command}", __package__).run(args)
+    try:
+        return importlib.import_module(f".{args.command}", __package__).run(args)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        print(
+            f"specdec-kernels {args.command}: {package} is not installed: "
+            f"pip install 'specdec-kernels[{EXTRAS[package]}]'",
+            file=sys.stderr,
+        )
+        return 2
 
 
 if __name__ == "__main__":

@@ -1,0 +1,37 @@
+"""``specdec-kernels`` itself: the commands, and what they say when an optional package is missing."""
+
+import subprocess
+import sys
+
+import pytest
+
+from specdec_kernels.cli.__main__ import COMMANDS, main
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, "--help"])
+    assert exit_info.value.code == 0
+    assert COMMANDS[command] in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_unknown_command_lists_the_known_ones(capsys) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["dance"])
+    assert exit_info.value.code == 2
+    message = capsys.readouterr().err
+    assert [name for name in (*COMMANDS, "dance") if name not in message] == []
+
+
+@pytest.mark.parametrize("command", [["demo"], ["train", "medusa", "--out", "unused"]], ids=["demo", "train"])
+def test_a_missing_package_is_one_line(command, tmp_path) -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None;"
+        f"from specdec_kernels.cli.__main__ import main; raise SystemExit(main({command!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == (
+        f"specdec-kernels {command[0]}: transformers is not installed: pip install 'specdec-kernels[hf]'\n"
+    )
