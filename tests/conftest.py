@@ -1,5 +1,7 @@
 """What every test shares: a fixed seed, poisoned fresh memory, and the ``backend`` an op test runs on."""
 
+import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,9 +12,13 @@ from torch import Tensor
 
 from specdec_kernels import _native
 from specdec_kernels._ops import NAMESPACE, add_op_namespace_prefix
-from specdec_kernels._registry import OPS
+from specdec_kernels._registry import OPS, _lazy_launcher
 
 PACKAGE = "specdec_kernels"
+# Triton decides at its import whether it interprets kernels; such a process tests the Triton launchers only.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    importlib.import_module("tests.kernels.interpreter")
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +73,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _backends(test_stem: str) -> list:
     ops = [name for name, record in OPS.items() if test_stem.startswith(f"test_{_stem(record)}")]
+    if INTERPRETED:
+        return [pytest.param("interpret" if any(OPS[name].triton for name in ops) else "reference")]
     params = [pytest.param("reference")]
     if _native.load_errors["_C"] is not None:
         params.append(pytest.param("cpu", marks=pytest.mark.skip(reason=f"_C: {_native.load_errors['_C']}")))
@@ -87,21 +95,23 @@ def _has_kernel(name: str, key: str) -> bool:
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Name the kernel the public op dispatches to: ``reference``, ``cpu`` (native) or ``cuda``.
+    """Name the kernel the public op dispatches to: ``reference``, ``cpu`` (native), ``interpret`` (Triton) or ``cuda``.
 
-    Under ``reference`` the native CPU kernels are overridden in the dispatcher for the length of the test, so the
-    same public call, `opcheck` and `torch.compile` all meet the reference.
+    Under ``reference`` and ``interpret`` the native CPU kernels are overridden in the dispatcher for the length of the
+    test, so the same public call, `opcheck` and `torch.compile` all meet the reference, or the Triton launcher.
     """
-    if request.param != "reference":
+    if request.param not in ("reference", "interpret"):
         yield request.param
         return
     library = torch.library.Library(NAMESPACE, "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, record in OPS.items():
-            if _has_kernel(name, "CPU"):
+            if request.param == "interpret" and record.triton is not None:
+                library.impl(name, _lazy_launcher(record.triton), "CPU")
+            elif _has_kernel(name, "CPU"):
                 library.impl(name, record.reference, "CPU")
-    yield "reference"
+    yield request.param
     library._destroy()
 
 

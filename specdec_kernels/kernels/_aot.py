@@ -188,8 +188,12 @@ def _inspect_nvidia(asm) -> tuple[int, int, Counter[str]]:
         file.flush()
         usage = _cuobjdump("--dump-resource-usage", file.name)
         sass = _cuobjdump("-sass", file.name)
-    registers, stack = (int(re.search(rf"{key}:(\d+)", usage).group(1)) for key in ("REG", "STACK"))
-    return registers, stack, Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([\w.]+)", sass, re.MULTILINE))
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
+    return (
+        used["REG"],
+        used["STACK"],
+        Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([\w.]+)", sass, re.MULTILINE)),
+    )
 
 
 def _cuobjdump(*arguments: str) -> str:

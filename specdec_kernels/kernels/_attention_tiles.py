@@ -1,9 +1,11 @@
-"""The steps of the tree attention kernel: which keys a tile sees, where they lie, and the running softmax over them."""
+"""The steps of the tree attention kernel: what a tile sees, where it lies, the running softmax; and the merge."""
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234e38)
 
 
 @triton.jit
@@ -126,3 +128,44 @@ def accumulate(acc, total, peak, scores, v, dtype: tl.constexpr, PRECISION: tl.c
     total = total * decay + tl.sum(weights, 1)
     acc = tl.dot(weights.to(dtype), cached(v, dtype), acc * decay[:, None], input_precision=PRECISION)
     return acc, total, new_peak
+
+
+@triton.jit(do_not_specialize=["prefix_len_ptr", "window", "num_nodes", "num_splits", "min_split_len"])
+def merge_splits_kernel(
+    partial_ptr,
+    partial_lse_ptr,
+    prefix_len_ptr,
+    out_ptr,
+    lse_ptr,
+    window,
+    num_nodes,
+    num_splits,
+    min_split_len,
+    DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # of the attention kernel
+    BLOCK_S: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    row, num_rows, batch = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    prefix_len = tl.load(prefix_len_ptr + batch)
+    _, _, num_active = split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N)
+    if num_active == 1:  # the attention kernel wrote the result itself
+        return
+    dims = tl.arange(0, BLOCK_DV)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    total, peak = tl.full([], 0.0, tl.float32), tl.full([], LOWEST, tl.float32)
+    for base in range(0, num_active, BLOCK_S):
+        splits = base + tl.arange(0, BLOCK_S)
+        ok = splits < num_active
+        index = (batch * num_splits + splits) * num_rows + row
+        lse = tl.load(partial_lse_ptr + index, mask=ok, other=float("-inf"))
+        part_ptrs = partial_ptr + index[:, None] * DV + dims[None, :]
+        part = tl.load(part_ptrs, mask=ok[:, None] & (dims < DV)[None, :], other=0)
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        weights, decay = tl.exp2(lse - new_peak), tl.exp2(peak - new_peak)
+        acc = acc * decay + tl.sum(weights[:, None] * part, 0)
+        total, peak = total * decay + tl.sum(weights, 0), new_peak
+    index = batch * num_rows + row
+    out = acc / tl.where(total == 0, 1, total)
+    tl.store(out_ptr + index * DV + dims, out.to(out_ptr.dtype.element_ty), mask=dims < DV)
+    tl.store(lse_ptr + index, (peak + tl.log2(total)) * LN_2)

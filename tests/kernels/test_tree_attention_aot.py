@@ -13,7 +13,7 @@ from specdec_kernels.kernels import tree_attention as module
 from .aot import compiled, load_faults, matrix_faults
 
 NVIDIA, AMD = ["sm_80", "sm_90", "sm_100"], ["gfx942", "gfx950"]
-ATTENTION, MERGE = "_tree_attention_kernel", "_merge_splits_kernel"
+ATTENTION, MERGE = "_tree_attention_kernel", "merge_splits_kernel"
 
 
 def case(cache="bf16", dims=(128, 128), rows=64, page=0, dtype="bf16", with_options=True) -> Case:
