@@ -17,7 +17,7 @@ from .test_tree_attention_paged import page_case
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 NO_OPTIONS = {"scale": None, "softcap": None, "window": None, "sinks": None, "k_scale": None, "v_scale": None}
-needs_native = pytest.mark.skipif(_native.load_errors["_C"] is not None, reason=f"_C: {_native.load_errors['_C']}")
+pytestmark = pytest.mark.skipif(_native.load_errors["_C"] is not None, reason=f"_C: {_native.load_errors['_C']}")
 
 GRID = pairwise(
     {
@@ -51,7 +51,6 @@ def make_options(row: dict, heads: tuple[int, int]) -> dict:
     return options
 
 
-@needs_native
 @pytest.mark.parametrize("row", GRID, ids=grid_id)
 def test_grid(row) -> None:
     """All instruction sets in one test: the exact answer is what takes long."""
@@ -120,7 +119,6 @@ def test_weights_below_a_float(isa) -> None:
     assert (lse == 0.0).all()
 
 
-@needs_native
 def test_forest_and_stray_bits() -> None:
     """Several roots, gaps between nodes, and bits beyond T are taken as they are: bits name keys, in their order."""
     case = make_case(1, (70,), 6, (2, 1), (32, 32), FP64)
@@ -160,7 +158,6 @@ def test_a_cache_beyond_32_bit_offsets(isa) -> None:
 BAD_LENGTHS = [-1, 4, 2**31 - 1, -(2**31)]
 
 
-@needs_native
 @pytest.mark.parametrize("length", BAD_LENGTHS)
 def test_refuses_lengths_that_python_did_not_see(length) -> None:
     """Compiled graphs skip the checks of values; the kernel must not read out of bounds."""
@@ -170,7 +167,6 @@ def test_refuses_lengths_that_python_did_not_see(length) -> None:
         ops.tree_attention.default(q, k[:, :8], v[:, :8], mask, int32(length), **NO_OPTIONS)
 
 
-@needs_native
 @pytest.mark.parametrize("page", [-1, 7, 2**31 - 1])
 def test_refuses_pages_that_python_did_not_see(page) -> None:
     case = make_case(1, (30,), 5)
@@ -191,7 +187,6 @@ def test_compiled_call_is_guarded() -> None:
         step(q, k, v, mask, int32(k.shape[1]))
 
 
-@needs_native
 def test_levels_can_be_limited() -> None:
     """The limit is real: where products are rounded otherwise, results differ in their last bits."""
     native = _native.native_module()
