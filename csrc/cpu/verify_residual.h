@@ -1,0 +1,229 @@
+// What the target still wants at a node while its children are judged, and what they are drawn from.
+#pragma once
+
+#include "cpu/verify_law.h"
+
+namespace specdec {
+namespace verification {
+
+// Less than this share of a sum is not found by subtraction but by summing again.
+constexpr double kCancels = 1e-3;
+
+// q over the target's ids, without those that were rejected.
+class Draft {
+ public:
+  void start(const DraftVocab* vocab, bool with_replacement) {
+    vocab_ = vocab;
+    with_replacement_ = with_replacement;
+  }
+
+  bool load(const Logits& logits, int64_t node, double temperature, int64_t num_ids, bool parallel) {
+    num_ids_ = num_ids;
+    parallel_ = parallel;
+    removed_.clear();
+    const bool readable = law_.load(logits, node, temperature, parallel);
+    norm_ = rest_ = law_.total();
+    if (vocab_ && readable) {
+      for (const int64_t column : vocab_->dropped()) rest_ -= law_.weight(column);
+      if (rest_ < kCancels * norm_) rest_ = summed();
+    }
+    return readable;
+  }
+
+  double norm() const { return norm_; }
+  size_t num_removed() const { return removed_.size(); }
+  const std::vector<int64_t>& removed() const { return removed_; }
+
+  double prob(int64_t id) const {
+    if (norm_ <= 0 || std::find(removed_.begin(), removed_.end(), id) != removed_.end()) return 0;
+    return raw(id) / norm_;
+  }
+
+  // Weights with nothing removed.
+  void weights(int64_t first, int64_t count, double* out) const {
+    if (vocab_) {
+      vocab_->weights(law_, first, count, out);
+    } else {
+      law_.weights(first, count, out);
+    }
+  }
+
+  void remove(int64_t id) {
+    if (with_replacement_ || norm_ <= 0) return;
+    if (std::find(removed_.begin(), removed_.end(), id) == removed_.end()) {
+      const double before = rest_;
+      rest_ -= raw(id);
+      removed_.push_back(id);
+      if (rest_ < kCancels * before) rest_ = summed();
+    }
+    norm_ = rest_;
+  }
+
+ private:
+  double raw(int64_t id) const {
+    double w;
+    weights(id, 1, &w);
+    return w;
+  }
+
+  // The weights that are left, one by one.
+  double summed() const {
+    std::vector<double> sums((num_ids_ + kBlock - 1) / kBlock);
+    for_blocks(num_ids_, parallel_, [&](int64_t begin, int64_t end) {
+      double w[kBlock];
+      for (int64_t b = begin; b < end; ++b) {
+        const int64_t first = b * kBlock, count = std::min(kBlock, num_ids_ - first);
+        weights(first, count, w);
+        for (const int64_t id : removed_) {
+          if (id >= first && id < first + count) w[id - first] = 0;
+        }
+        for (int64_t i = 0; i < count; ++i) sums[b] += w[i];
+      }
+    });
+    double total = 0;
+    for (const double x : sums) total += x;
+    return total;
+  }
+
+  const DraftVocab* vocab_ = nullptr;
+  bool with_replacement_ = false;
+  bool parallel_ = false;
+  Law law_;
+  int64_t num_ids_ = 0;
+  double norm_ = 0;  // what the weights are divided by: the sum of those in the law that the next child came from
+  double rest_ = 0;  // the sum of those on the target's ids that are not removed
+  std::vector<int64_t> removed_;
+};
+
+// p, from which laws of rejected drafts have been taken. Kept as the steps that lead to it: a weight is computed when
+// it is asked for.
+class Residual {
+ public:
+  bool load(const Logits& logits, int64_t node, double temperature, bool parallel) {
+    parallel_ = parallel;
+    steps_.clear();
+    const bool readable = law_.load(logits, node, temperature, parallel);
+    mass_ = law_.total();
+    blocks_ = law_.blocks();
+    return readable;
+  }
+
+  const Law& law() const { return law_; }
+  double mass() const { return mass_; }
+
+  double prob(int64_t id, const Draft& draft) const {
+    double w;
+    weights(id, 1, draft, &w);
+    return w / mass_;
+  }
+
+  // p becomes max(p - one-hot(id), 0). Where nothing remains, p stays, and the answer is false.
+  bool take_chosen(int64_t id, const Draft& draft) {
+    double w;
+    weights(id, 1, draft, &w);
+    if (!(w > 0)) return true;
+    if (mass_ - w < kCancels * mass_) return take({id, 0, 0, 0}, draft);
+    steps_.push_back({id, 0, 0, 0});
+    mass_ -= w;
+    double& block = blocks_[id / kBlock];
+    block = std::max(block - w, 0.0);
+    return true;
+  }
+
+  // p becomes max(share * p - q, 0), in the same way.
+  bool take_drawn(const Draft& draft, double share = 1) {
+    return take({-1, share / mass_, 1 / draft.norm(), draft.num_removed()}, draft);
+  }
+
+  // The first id whose cumulative weight exceeds u of the sum; never one of weight 0.
+  int64_t draw(double u, const Draft& draft) const {
+    double total = 0;
+    for (const double x : blocks_) total += x;
+    const double level = std::min(u * total, std::nextafter(total, 0.0));
+    double before = 0;
+    int64_t last = 0;
+    std::vector<double> w(std::min(kBlock, law_.size()));
+    const int64_t num_blocks = static_cast<int64_t>(blocks_.size());
+    for (int64_t b = 0; b < num_blocks; before += blocks_[b++]) {
+      if (!(blocks_[b] > 0) || (before + blocks_[b] <= level && !is_last(b))) continue;
+      weights(b * kBlock, law_.block_size(b), draft, w.data());
+      double cumulative = before;
+      for (int64_t i = 0; i < law_.block_size(b); ++i) {
+        if (!(w[i] > 0)) continue;
+        cumulative += w[i];
+        last = b * kBlock + i;
+        if (cumulative > level) return last;
+      }
+    }
+    return last;
+  }
+
+ private:
+  struct Step {
+    int64_t chosen;  // an id, or -1 for a law
+    double scale;    // of the weights of p
+    double q_scale;  // of those of q
+    size_t removed;  // ids that q has lost by then
+  };
+
+  bool is_last(int64_t b) const {
+    for (size_t i = b + 1; i < blocks_.size(); ++i) {
+      if (blocks_[i] > 0) return false;
+    }
+    return true;
+  }
+
+  void weights(int64_t first, int64_t count, const Draft& draft, double* out) const {
+    law_.weights(first, count, out);
+    double q[kBlock];
+    bool has_q = false;
+    size_t removed = 0;
+    for (const Step& step : steps_) {
+      if (step.chosen >= 0) {
+        if (step.chosen >= first && step.chosen < first + count) out[step.chosen - first] = 0;
+        continue;
+      }
+      if (!has_q) draft.weights(first, count, q);
+      has_q = true;
+      for (; removed < step.removed; ++removed) {
+        const int64_t id = draft.removed()[removed];
+        if (id >= first && id < first + count) q[id - first] = 0;
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        const double rest = out[i] * step.scale - q[i] * step.q_scale;
+        out[i] = rest > 0 ? rest : 0;
+      }
+    }
+  }
+
+  bool take(const Step& step, const Draft& draft) {
+    steps_.push_back(step);
+    std::vector<double> sums(blocks_.size());
+    for_blocks(law_.size(), parallel_, [&](int64_t begin, int64_t end) {
+      double w[kBlock];
+      for (int64_t b = begin; b < end; ++b) {
+        const int64_t count = law_.block_size(b);
+        weights(b * kBlock, count, draft, w);
+        for (int64_t i = 0; i < count; ++i) sums[b] += w[i];
+      }
+    });
+    double total = 0;
+    for (const double x : sums) total += x;
+    if (!(total > 0)) {
+      steps_.pop_back();
+      return false;
+    }
+    mass_ = total;
+    blocks_.swap(sums);
+    return true;
+  }
+
+  bool parallel_ = false;
+  Law law_;
+  std::vector<Step> steps_;
+  double mass_ = 0;
+  std::vector<double> blocks_;
+};
+
+}  // namespace verification
+}  // namespace specdec
