@@ -79,9 +79,7 @@ def _heads_for(model_name: str) -> Path:
             f"`specdec-kernels train medusa --model {model_name} --out HEADS`, then pass --heads HEADS"
         )
     if not SHIPPED_HEADS.exists():
-        raise SystemExit(
-            "the shipped heads lie in a clone of the repository (examples/heads); pass --heads FOLDER"
-        )
+        raise SystemExit("the shipped heads lie in a clone of the repository (examples/heads); pass --heads FOLDER")
     return SHIPPED_HEADS
 
 
