@@ -37,6 +37,7 @@ define_op(
     "Tensor? draft_len, *, bool block, Tensor? draft_vocab_map) -> (Tensor, Tensor, Tensor)",
     reference=reference.verify_chain_ref,
     fake=_fake_chain,
+    native=("cpu",),
 )
 define_op(
     "verify_tree(Tensor ids, Tensor parents, Tensor target_logits, Tensor? draft_logits, Tensor temperature, "
@@ -44,18 +45,21 @@ define_op(
     "-> (Tensor, Tensor, Tensor)",
     reference=reference.verify_tree_ref,
     fake=_fake_tree,
+    native=("cpu",),
 )
 define_op(
     "verify_tree_greedy(Tensor ids, Tensor parents, Tensor target_logits, Tensor? num_nodes) "
     "-> (Tensor, Tensor, Tensor)",
     reference=reference.verify_tree_greedy_ref,
     fake=_fake_tree,
+    native=("cpu",),
 )
 define_op(
     "verify_tree_typical(Tensor ids, Tensor parents, Tensor target_logits, Tensor temperature, Tensor uniforms, "
     "Tensor? num_nodes, *, float epsilon, float delta) -> (Tensor, Tensor, Tensor)",
     reference=reference.verify_tree_typical_ref,
     fake=_fake_tree,
+    native=("cpu",),
 )
 
 
