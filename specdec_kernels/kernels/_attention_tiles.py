@@ -1,11 +1,10 @@
-"""The steps of the tree attention kernel: what a tile sees, where it lies, the running softmax; and the merge."""
+"""The steps of the tree attention kernel: what a tile sees, where it lies, the running softmax; and the merge.
+
+Constants are written where they are used: Triton compares global ones at every launch, which costs microseconds.
+"""
 
 import triton
 import triton.language as tl
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3.4028234e38)
 
 
 @triton.jit
@@ -103,20 +102,22 @@ def cached(x, dtype: tl.constexpr):
 @triton.jit
 def tanh(x):
     """Return tanh to fp32 precision: a series near 0, where 1 − 2 / (exp 2x + 1) cancels."""
+    two_log2_e: tl.constexpr = 2.8853900817779268
     x2 = x * x
     near = x * (1 + x2 * (-0.33333333 + x2 * (0.13333333 + x2 * (-0.05396825 + x2 * 0.02186949))))
-    far = 1 - 2 / (tl.exp2(x * (2 * LOG2_E)) + 1)
+    far = 1 - 2 / (tl.exp2(x * two_log2_e) + 1)
     return tl.where(x2 < 0.04, near, far)
 
 
 @triton.jit
 def scores_of(q, k, scale, softcap, PRECISION: tl.constexpr):
     """Return the scores of a tile in units of ln 2, so that exp2 serves."""
+    log2_e: tl.constexpr = 1.4426950408889634
     scores = tl.dot(q, tl.trans(cached(k, q.dtype)), input_precision=PRECISION)
     if softcap is None:
-        return scores * (scale * LOG2_E)
+        return scores * (scale * log2_e)
     else:
-        return tanh(scores * (scale / softcap)) * (softcap * LOG2_E)
+        return tanh(scores * (scale / softcap)) * (softcap * log2_e)
 
 
 @triton.jit
@@ -153,7 +154,7 @@ def merge_splits_kernel(
         return
     dims = tl.arange(0, BLOCK_DV)
     acc = tl.zeros([BLOCK_DV], tl.float32)
-    total, peak = tl.full([], 0.0, tl.float32), tl.full([], LOWEST, tl.float32)
+    total, peak = tl.full([], 0.0, tl.float32), tl.full([], -3.4028234e38, tl.float32)
     for base in range(0, num_active, BLOCK_S):
         splits = base + tl.arange(0, BLOCK_S)
         ok = splits < num_active
@@ -168,4 +169,4 @@ def merge_splits_kernel(
     index = batch * num_rows + row
     out = acc / tl.where(total == 0, 1, total)
     tl.store(out_ptr + index * DV + dims, out.to(out_ptr.dtype.element_ty), mask=dims < DV)
-    tl.store(lse_ptr + index, (peak + tl.log2(total)) * LN_2)
+    tl.store(lse_ptr + index, (peak + tl.log2(total)) * 0.6931471805599453)  # ln 2

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -86,4 +85,4 @@ def launch_parameters(stem: str, names: tuple[str, ...]) -> dict:
 
 def block(size: int) -> int:
     """Return the power of two that holds ``size``, at least 16, the smallest side of a matrix instruction."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, 1 << (size - 1).bit_length())

@@ -16,9 +16,6 @@ from torch import Tensor
 from .._registry import OPS
 from . import _common
 from ._attention_tiles import (
-    LN_2,
-    LOG2_E,
-    LOWEST,
     accumulate,
     depths,
     load_rows,
@@ -116,10 +113,10 @@ def _tree_attention_kernel(
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
+    peak = tl.full([BLOCK_M], -3.4028234e38, tl.float32)  # finite, so that peak - peak is 0
     empty_lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if sinks_ptr is not None:  # a key of the first split that has no value
-        sinks = tl.load(sinks_ptr + q_heads, mask=row_ok, other=0).to(tl.float32) * LOG2_E
+        sinks = tl.load(sinks_ptr + q_heads, mask=row_ok, other=0).to(tl.float32) * 1.4426950408889634  # log2 e
         empty_lse = tl.where(split == 0, sinks, empty_lse)
         peak = tl.where(split == 0, sinks, peak)
         total += tl.where(split == 0, 1.0, 0.0)
@@ -171,7 +168,7 @@ def _tree_attention_kernel(
     if num_active == 1:
         index = (batch * num_nodes + nodes) * num_q_heads + q_heads
         tl.store(out_ptr + index[:, None] * DV + v_dims[None, :], out.to(out_ptr.dtype.element_ty), mask=out_ok)
-        tl.store(lse_ptr + index, lse * LN_2, mask=row_ok)
+        tl.store(lse_ptr + index, lse * 0.6931471805599453, mask=row_ok)
     else:
         index = ((batch * num_splits + split) * num_nodes + nodes) * num_q_heads + q_heads
         tl.store(partial_ptr + index[:, None] * DV + v_dims[None, :], out, mask=out_ok)

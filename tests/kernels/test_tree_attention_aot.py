@@ -48,7 +48,7 @@ SOMEWHERE = [
 @pytest.mark.parametrize(("architecture", "case"), [*itertools.product(NVIDIA + AMD, EVERYWHERE), *SOMEWHERE], ids=str)
 def test_fits(architecture: str, case: Case) -> None:
     kernels = compiled(architecture, case.launch)
-    assert set(kernels) == {ATTENTION, MERGE}
+    assert ATTENTION in kernels
     for kernel in kernels.values():
         assert not kernel.faults()
         assert kernel.programs_per_multiprocessor >= 1
