@@ -61,6 +61,7 @@ class PackedChunk {
  public:
   PackedChunk(const Problem& problem, int64_t ldq, int64_t ldv, Carver* carver)
       : p_(problem),
+        element_bytes_(element_bytes(problem.cache_element)),
         ldv_(ldv),
         packed_keys_(carver->take<Operand>(kChunk * ldq)),
         packed_values_(carver->take<Operand>(kChunk / kPer * ldv)),
@@ -87,30 +88,33 @@ class PackedChunk {
     pack(common, in_place);
   }
 
-  // Lists the keys of the chunk behind for fetch_next, which is to be called `calls` times.
-  void list_next(const Plan& plan, const Task& task, int64_t first_key, int32_t calls) {
+  // The chunk behind is fetched while this one is worked on: while it is packed when it has few tiles, else by calls of
+  // fetch_next between its tiles, so that memory is neither waited for nor idle.
+  void list_next(const Plan& plan, const Task& task, int64_t first_key, int32_t tiles) {
+    constexpr int32_t kFewTiles = 4;
     next_.list(p_, plan, task, {0, 0, kChunk, 0, nullptr, 0}, first_key, 0, zeros_);
-    next_per_call_ = (2 * kChunk + calls - 1) / calls;
-    next_key_ = 0;
+    fetches_packing_ = tiles < kFewTiles;
+    next_per_call_ = (kChunk + tiles - 1) / tiles;
+    next_key_ = fetches_packing_ ? kChunk : 0;
   }
-  void list_no_next() { next_key_ = 2 * kChunk; }
+  void list_no_next() {
+    fetches_packing_ = false;
+    next_key_ = kChunk;
+  }
 
-  // Between tiles, so that memory is never waited for and never idle.
   void fetch_next() {
-    const int32_t end = smaller(next_key_ + next_per_call_, 2 * kChunk);
+    const int32_t end = smaller(next_key_ + next_per_call_, kChunk);
     for (; next_key_ < end; ++next_key_) {
-      const bool is_key = next_key_ < kChunk;
-      const char* row = is_key ? next_.k[next_key_] : next_.v[next_key_ - kChunk];
-      const int64_t bytes = (is_key ? p_.qk_dim : p_.v_dim) * element_bytes();
-      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+      fetch(next_.k[next_key_], p_.qk_dim);
+      fetch(next_.v[next_key_], p_.v_dim);
     }
   }
 
  private:
   int64_t zero_bytes() const { return larger(p_.qk_dim, p_.v_dim) * int64_t{8}; }
 
-  int64_t element_bytes() const {
-    switch (p_.cache_element) {
+  static int64_t element_bytes(Element element) {
+    switch (element) {
       case Element::kDouble:
         return 8;
       case Element::kFloat:
@@ -121,6 +125,10 @@ class PackedChunk {
       default:
         return 1;
     }
+  }
+
+  void fetch(const char* row, int32_t dim) const {
+    for (int64_t i = 0; i < dim * element_bytes_; i += 64) __builtin_prefetch(row + i, 0, 2);
   }
 
   void pack(int32_t common, bool in_place) {
@@ -140,6 +148,9 @@ class PackedChunk {
   template <class Stored>
   void pack_as(int32_t common, bool in_place) {
     for (int32_t i = common / A::kLanes * A::kLanes; i < num_keys_; i += A::kLanes) {
+      if (fetches_packing_) {
+        for (int32_t j = i; j < i + A::kLanes; ++j) fetch(next_.k[j], p_.qk_dim);
+      }
       A::template pack_keys<Stored>(rows_.k + i, p_.qk_dim, packed_keys_ + i);
     }
     if (in_place) {
@@ -148,11 +159,15 @@ class PackedChunk {
       return;
     }
     for (int32_t i = common / kPer * kPer; i < num_keys_; i += kPer) {
+      if (fetches_packing_) {
+        for (int32_t j = i; j < i + kPer; ++j) fetch(next_.v[j], p_.v_dim);
+      }
       A::template pack_values<Stored>(rows_.v + i, p_.v_dim, packed_values_ + i / kPer * ldv_);
     }
   }
 
   const Problem& p_;
+  int64_t element_bytes_;
   int64_t ldv_;
   Operand* packed_keys_;
   Operand* packed_values_;
@@ -163,7 +178,8 @@ class PackedChunk {
   int32_t hidden_ = 0;
   KeyRows rows_;
   KeyRows next_;
-  int32_t next_key_ = 2 * kChunk;
+  bool fetches_packing_ = false;
+  int32_t next_key_ = kChunk;
   int32_t next_per_call_ = 0;
 };
 

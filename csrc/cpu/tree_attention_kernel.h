@@ -9,8 +9,6 @@ namespace {
 
 // Rows whose scores are kept at once: their scores and weights stay in the first-level cache beside the packed keys.
 constexpr int kStrip = 4 * kTileRows;
-// With fewer tiles a chunk there is too little arithmetic to hide the fetching of the next chunk behind.
-constexpr int kFetchTiles = 4;
 
 template <class A>
 class Walk {
@@ -99,23 +97,19 @@ class Walk {
     first_key_ = chunk * kChunk;
     is_whole_ = first_key_ + kChunk <= plan.prefix && window_begin(rows_.end_position() - 1) <= first_key_;
     const int64_t hidden = larger(window_begin(rows_.first_position()) - first_key_, int64_t{0});
-    chunk_.load(plan, task, cluster, first_key_, static_cast<int32_t>(hidden), common, end - begin);
-    const int32_t tiles = (end - begin + kTileRows - 1) / kTileRows;
-    if (tiles >= kFetchTiles && is_whole_ && first_key_ + 2 * kChunk <= plan.prefix) {
-      chunk_.list_next(plan, task, first_key_ + kChunk, 2 * tiles);
+    if (is_whole_ && first_key_ + 2 * kChunk <= plan.prefix) {
+      chunk_.list_next(plan, task, first_key_ + kChunk, (end - begin + kTileRows - 1) / kTileRows);
     } else {
       chunk_.list_no_next();
     }
+    chunk_.load(plan, task, cluster, first_key_, static_cast<int32_t>(hidden), common, end - begin);
     for (int32_t r = begin; r < end; r += kStrip) {
       const int32_t rows = smaller(kStrip, end - r);
       for_tiles(rows, [&](int32_t at, int32_t size) {
         chunk_.fetch_next();
         score_tile(r + at, size, at);
       });
-      for_tiles(rows, [&](int32_t at, int32_t size) {
-        chunk_.fetch_next();
-        weigh_tile(r + at, size, at);
-      });
+      for_tiles(rows, [&](int32_t at, int32_t size) { weigh_tile(r + at, size, at); });
     }
   }
 
