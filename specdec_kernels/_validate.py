@@ -58,6 +58,15 @@ def check_last_stride(op: str, name: str, tensor: Tensor) -> None:
         raise ValueError(f"{op}: {name} must have stride 1 in its last dimension, got strides {tensor.stride()}")
 
 
+def check_number(op: str, name: str, value: object, *, whole: bool = False) -> None:
+    """Raise TypeError unless the value is a Python number (``whole``: an int); ``bool`` is none."""
+    kinds = (int, torch.SymInt) if whole else (int, float, torch.SymInt, torch.SymFloat)
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be {'an int' if whole else 'a number'}, got {type(value).__name__}")
+    if whole and isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{op}: {name} must fit in 64 bits, got {value}")
+
+
 def check_range(op: str, name: str, value: float, low: float, high: float) -> None:
     """Raise ValueError unless ``low <= value <= high`` (a Python number)."""
     if not low <= value <= high:

@@ -40,6 +40,10 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    except OSError as error:
+        # A folder, file or model that is not there or cannot be read: the user's to mend, not a fault of ours.
+        print(f"specdec-kernels {args.command}: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

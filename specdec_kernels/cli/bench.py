@@ -3,10 +3,12 @@
 import fnmatch
 import importlib
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import torch
+
+from ._arguments import device, positive_int
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -16,32 +18,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     names = benchmark_names()
     parser.add_argument("op", metavar="OP", nargs="?", help=f"one of: {', '.join(names) or 'none found'}; default: all")
     parser.add_argument("--case", default="*", metavar="PATTERN", help="only cases like this, for example 'llama3*'")
-    parser.add_argument("--device", type=_device, default="cpu", help="cpu or cuda")
-    parser.add_argument("--threads", type=_positive, help="threads of the CPU kernels; default: torch's choice")
+    parser.add_argument("--device", type=device, default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=positive_int, help="threads of the CPU kernels; default: torch's choice")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each provider of each case")
     parser.add_argument("--cold", action="store_true", help="sweep the caches before each sample")
     parser.add_argument("--list", action="store_true", help="list benchmarks and cases, and stop")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<device>/<op>.jsonl and .svg")
-
-
-def _device(text: str) -> torch.device:
-    if text.partition(":")[0] not in ("cpu", "cuda"):
-        raise ArgumentTypeError(f"must be cpu or cuda, got {text}")
-    try:
-        device = torch.device(text)
-    except RuntimeError as error:
-        raise ArgumentTypeError(str(error)) from error
-    num_devices = torch.cuda.device_count() if device.type == "cuda" else 1
-    if (device.index or 0) >= num_devices:
-        raise ArgumentTypeError(f"there is no {text} here, torch sees {num_devices} devices of its kind")
-    return device
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
 
 
 def benchmark_names() -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ..hf.load import PACKAGED_MODEL
+from ._arguments import device, positive_int
 
 # Heads that come with the repository; they fit the packaged model only.
 SHIPPED_HEADS = Path(__file__).parents[2] / "examples" / "heads" / "smollm2-135m-instruct-medusa"
@@ -42,11 +43,11 @@ def add_arguments(parser) -> None:
     parser.add_argument("--prompt", action="append", help="a user message; may be given several times")
     parser.add_argument("--model", default=PACKAGED_MODEL, help="'smollm2', a folder, a .gguf file, or a hub id")
     parser.add_argument("--heads", type=Path, help="folder with Medusa heads (default: the shipped ones for smollm2)")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=positive_int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling, when the temperature is above 0")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=device, default="cpu", help="cpu or cuda")
 
 
 def run(args) -> int:
@@ -58,6 +59,8 @@ def run(args) -> int:
 
     logging.disable_progress_bar()
     heads = args.heads or _heads_for(args.model)
+    if not heads.exists():
+        raise SystemExit(f"there are no heads at {heads}")
     print(f"loading {args.model} ({args.dtype}) ...", flush=True)
     model = load_model(args.model, dtype=getattr(torch, args.dtype), device=args.device)
     tokenizer = load_tokenizer(args.model)
@@ -114,10 +117,10 @@ def _decode_both(model, drafter, inputs, args, tokenizer, *, stats=None, max_new
     return Comparison(plain[0, prompt_len:].tolist(), ours[0, prompt_len:].tolist(), plain_s, speculative_s), stats
 
 
-def _timed(function, device: str):
+def _timed(function, device: torch.device):
     start = time.perf_counter()
     result = function()
-    if device.startswith("cuda"):
+    if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start, result
 

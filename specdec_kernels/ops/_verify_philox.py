@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .._ops import ops
 from .._registry import define_op
-from .._validate import check_device, check_dtype, check_shape, check_tensor
+from .._validate import check_device, check_dtype, check_number, check_shape, check_tensor
 from ..reference.verify import philox_uniforms_ref
 
 define_op(
@@ -32,7 +32,7 @@ def philox_uniforms(seed: Tensor, position: Tensor, count: int) -> Tensor:
         ``(B, count) fp32``, multiples of 2^-24 from 2^-24 to 1 - 2^-24: never 0, never 1.
 
     Raises:
-        TypeError: not tensors of int64.
+        TypeError: not tensors of int64; a count that is no int.
         ValueError: shapes or devices that differ, a negative count.
 
     Example:
@@ -51,6 +51,7 @@ def philox_uniforms(seed: Tensor, position: Tensor, count: int) -> Tensor:
     check_shape(op, "position", position, seed.shape)
     check_dtype(op, "position", position, (torch.int64,))
     check_device(op, "position", position, seed.device)
+    check_number(op, "count", count, whole=True)
     if count < 0:
         raise ValueError(f"{op}: count must be at least 0, got {count}")
     return ops.philox_uniforms.default(seed, position, count)

@@ -10,6 +10,7 @@ from .._validate import (
     check_dtype,
     check_last_stride,
     check_no_grad,
+    check_number,
     check_range,
     check_shape,
     check_tensor,
@@ -110,7 +111,7 @@ def medusa_project_topk(
         natural log-sum-exp over all rows, NaN when one logit is.
 
     Raises:
-        TypeError, RuntimeError: as `medusa_project`.
+        TypeError, RuntimeError: as `medusa_project`; TypeError for a k that is no int.
         ValueError: as `medusa_project`; ``k`` or ``vocab_map`` is out of range.
 
     Example:
@@ -127,6 +128,7 @@ def medusa_project_topk(
     op = "medusa_project_topk"
     _check_heads(op, hidden, w_res, b_res, w_out)
     num_rows = w_out.shape[-2]
+    check_number(op, "k", k, whole=True)
     check_range(op, "k", k, 1, min(MAX_TOP_K, num_rows))
     if vocab_map is not None:
         check_shape(op, "vocab_map", vocab_map, (num_rows,))

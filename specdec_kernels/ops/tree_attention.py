@@ -10,6 +10,7 @@ from .._validate import (
     check_dtype,
     check_last_stride,
     check_no_grad,
+    check_number,
     check_shape,
     check_tensor,
     check_values,
@@ -102,7 +103,7 @@ def tree_attention(
         the sink when there is one. Sums are at least fp32.
 
     Raises:
-        TypeError: a dtype is not supported.
+        TypeError: a dtype is not supported, an option is of another kind.
         ValueError: shapes, devices or strides disagree; a value is out of range.
         RuntimeError: an input requires grad while grad is on.
 
@@ -122,7 +123,8 @@ def tree_attention(
     check_shape(op, "q", q, ("B", "T", "Hq", "D"))
     check_shape(op, "k_cache", k_cache, (q.shape[0], "S", "Hk", q.shape[-1]))
     _check_attention(op, q, k_cache, v_cache, tree_mask, prefix_len)
-    _check_options(op, q, k_cache, softcap, window, sinks, k_scale, v_scale)
+    _check_numbers(op, scale, softcap, window)
+    _check_options(op, q, k_cache, sinks, k_scale, v_scale)
     num_rows, num_nodes = k_cache.shape[1], q.shape[1]
     if num_rows < num_nodes:
         raise ValueError(f"{op}: k_cache must have at least T = {num_nodes} rows, got {num_rows}")
@@ -183,7 +185,8 @@ def paged_tree_attention(
     check_shape(op, "q", q, ("B", "T", "Hq", "D"))
     check_shape(op, "k_cache", k_cache, ("pages", "page", "Hk", q.shape[-1]))
     _check_attention(op, q, k_cache, v_cache, tree_mask, prefix_len)
-    _check_options(op, q, k_cache, softcap, window, sinks, k_scale, v_scale)
+    _check_numbers(op, scale, softcap, window)
+    _check_options(op, q, k_cache, sinks, k_scale, v_scale)
     check_shape(op, "block_table", block_table, (q.shape[0], "max_pages"))
     check_dtype(op, "block_table", block_table, (torch.int32,))
     check_device(op, "block_table", block_table, q.device)
@@ -222,11 +225,20 @@ def _check_attention(op: str, q, k_cache, v_cache, tree_mask, prefix_len) -> Non
     check_no_grad(op, q=q, k_cache=k_cache, v_cache=v_cache)
 
 
-def _check_options(op: str, q, k_cache, softcap, window, sinks, k_scale, v_scale) -> None:
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{op}: softcap must be > 0, got {softcap}")
-    if window is not None and not window >= 1:
-        raise ValueError(f"{op}: window must be >= 1, got {window}")
+def _check_numbers(op: str, scale, softcap, window) -> None:
+    if scale is not None:
+        check_number(op, "scale", scale)
+    if softcap is not None:
+        check_number(op, "softcap", softcap)
+        if not softcap > 0:
+            raise ValueError(f"{op}: softcap must be > 0, got {softcap}")
+    if window is not None:
+        check_number(op, "window", window, whole=True)
+        if window < 1:
+            raise ValueError(f"{op}: window must be >= 1, got {window}")
+
+
+def _check_options(op: str, q, k_cache, sinks, k_scale, v_scale) -> None:
     if sinks is not None:
         check_shape(op, "sinks", sinks, (q.shape[2],))
         check_dtype(op, "sinks", sinks, _FLOATS)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._ops import ops
 from .._registry import define_op
+from .._validate import check_number
 from ..reference import verify as reference
 from ..types import Verification
 from ._verify_checks import check_draft, check_lengths, check_parents, check_randomness, check_target
@@ -275,7 +276,7 @@ def verify_tree_typical(
         others: as in `verify_tree`. Of the uniforms only column 0 is used. Greedy rows have p one-hot and H = 0, so
             they follow the argmax unless epsilon and delta are both at least 1.
 
-    Returns, Not checked, Raises: as in `verify_tree`; ValueError for epsilon or delta below 0.
+    Returns, Not checked, Raises: as in `verify_tree`; ValueError for epsilon or delta below 0, TypeError for none.
 
     Example:
         >>> import torch
@@ -294,6 +295,7 @@ def verify_tree_typical(
     check_lengths(op, "num_nodes", num_nodes, *shape, target_logits)
     check_parents(op, parents, num_nodes, shape, target_logits)
     for name, value in (("epsilon", epsilon), ("delta", delta)):
+        check_number(op, name, value)
         if not value >= 0:
             raise ValueError(f"{op}: {name} must be at least 0, got {value}")
     return Verification(

@@ -35,3 +35,17 @@ def test_a_missing_package_is_one_line(command, tmp_path) -> None:
     assert done.stderr == (
         f"specdec-kernels {command[0]}: transformers is not installed: pip install 'specdec-kernels[hf]'\n"
     )
+
+
+def test_what_is_not_there_is_one_line(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit, match="there are no heads at"):
+        main(["demo", "--heads", str(tmp_path / "nothing")])
+    assert main(["demo", "--heads", str(tmp_path), "--model", str(tmp_path / "no-model")]) == 2
+    assert "specdec-kernels demo: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--max-new-tokens", "0"], ["--device", "tpu"], ["--device", "cuda:99"]], ids=str)
+def test_the_demo_refuses_bad_options(option, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", *option])
+    assert option[0] in capsys.readouterr().err
