@@ -172,7 +172,8 @@ struct Tiles {
 
   // scores[r * kChunk + key] = sum over steps of q[r] * keys, for kRows rows and kVecs vectors of keys.
   template <int kRows, int kVecs>
-  static void score(const Operand* q, int64_t ldq, const Operand* keys, int32_t num_steps, Real* scores) {
+  __attribute__((noinline)) static void score(const Operand* q, int64_t ldq, const Operand* keys, int32_t num_steps,
+                                              Real* scores) {
     Vec sums[kRows][kVecs];
     SPECDEC_UNROLL_LOOP
     for (int r = 0; r < kRows; ++r) {
@@ -199,7 +200,7 @@ struct Tiles {
 
   // sums[r] += weights[r] * values over steps begin ... end - 1, for kVecs vectors of dims from `dim` on.
   template <int kRows, int kVecs>
-  static void weigh(const Values& x, int32_t dim) {
+  __attribute__((noinline)) static void weigh(const Values& x, int32_t dim) {
     constexpr int kLdw = kChunk / A::kPerStep;
     Vec sums[kRows][kVecs];
     SPECDEC_UNROLL_LOOP
@@ -249,8 +250,9 @@ struct Tiles {
   static void score_rows(int rows, int num_vecs, const Operand* q, int64_t ldq, const Operand* keys, int32_t num_steps,
                          Real* scores) {
     for (int n = 0; n < num_vecs; n += kTileVecs) {
-      const int vecs = smaller(kTileVecs, num_vecs - n);
-      kScore.at[rows - 1][vecs - 1](q, ldq, keys + n * A::kLanes, num_steps, scores + n * A::kLanes);
+      with_shape(rows, smaller(kTileVecs, num_vecs - n), [&]<int kRows, int kVecs>() {
+        score<kRows, kVecs>(q, ldq, keys + n * A::kLanes, num_steps, scores + n * A::kLanes);
+      });
     }
   }
 
@@ -259,48 +261,23 @@ struct Tiles {
     const int parts = (num_vecs + kTileVecs - 1) / kTileVecs;
     for (int part = 0, n = 0; part < parts; ++part) {
       const int vecs = (num_vecs - n + parts - part - 1) / (parts - part);
-      kWeigh.at[rows - 1][vecs - 1](x, n * A::kLanes);
+      with_shape(rows, vecs, [&]<int kRows, int kVecs>() { weigh<kRows, kVecs>(x, n * A::kLanes); });
       n += vecs;
     }
   }
 
  private:
-  template <class F>
-  struct Table {
-    F* at[kTileRows][kTileVecs];
-  };
-  using Score = void(const Operand*, int64_t, const Operand*, int32_t, Real*);
-  using Weigh = void(const Values&, int32_t);
-
-  template <int kRow, class F, class Pick>
-  static constexpr void fill(Table<F>* table, const Pick& pick) {
-    if constexpr (kRow < kTileRows) {
-      pick.template row<kRow>(table->at[kRow]);
-      fill<kRow + 1>(table, pick);
+  // Calls f<rows, vecs>(); the full tile, which is most of the work, is tried first.
+  template <int kRows = kTileRows, int kVecs = kTileVecs, class F>
+  static SPECDEC_INLINE void with_shape(int rows, int vecs, const F& f) {
+    if constexpr (kRows > 1) {
+      if (rows < kRows) return with_shape<kRows - 1, kVecs>(rows, vecs, f);
     }
+    if constexpr (kVecs > 1) {
+      if (vecs < kVecs) return with_shape<kRows, kVecs - 1>(rows, vecs, f);
+    }
+    f.template operator()<kRows, kVecs>();
   }
-  struct PickScore {
-    template <int kRow>
-    constexpr void row(Score* (&to)[kTileVecs]) const {
-      to[0] = score<kRow + 1, 1>, to[1] = score<kRow + 1, 2>;
-      if constexpr (kTileVecs > 2) to[2] = score<kRow + 1, 3>, to[3] = score<kRow + 1, 4>;
-    }
-  };
-  struct PickWeigh {
-    template <int kRow>
-    constexpr void row(Weigh* (&to)[kTileVecs]) const {
-      to[0] = weigh<kRow + 1, 1>, to[1] = weigh<kRow + 1, 2>;
-      if constexpr (kTileVecs > 2) to[2] = weigh<kRow + 1, 3>, to[3] = weigh<kRow + 1, 4>;
-    }
-  };
-  template <class F, class Pick>
-  static constexpr Table<F> make_table() {
-    Table<F> table{};
-    fill<0>(&table, Pick{});
-    return table;
-  }
-  static constexpr Table<Score> kScore = make_table<Score, PickScore>();
-  static constexpr Table<Weigh> kWeigh = make_table<Weigh, PickWeigh>();
 };
 
 }  // namespace
