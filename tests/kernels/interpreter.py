@@ -1,9 +1,19 @@
-"""Two repairs of Triton's interpreter, which takes the bits of bfloat16 values for integers in some places."""
+"""Triton's interpreter, repaired and made faster; imported where kernels are interpreted.
+
+- It takes the bits of bfloat16 values for integers, in products of matrices and in conversions from integers.
+- It patches `triton.language` anew for every call of a helper function; once for each launch is enough.
+"""
+
+import inspect
+from functools import cache
 
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder
+from triton.runtime import interpreter
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 _create_dot, _create_si_to_fp = InterpreterBuilder.create_dot, InterpreterBuilder.create_si_to_fp
+_patch_lang, _run_grid = interpreter._patch_lang, GridExecutor.__call__
+_patched: set[str] = set()
 
 
 def _dot_in_fp32(self, a, b, accumulator, *rest):
@@ -17,5 +27,28 @@ def _int_to_float_through_fp32(self, source, target):
     return self.cast_impl(self.cast_impl(source, tl.float32), target)
 
 
+@cache
+def _languages(fn) -> frozenset[str]:
+    return frozenset(v.__name__ for v in fn.__globals__.values() if inspect.ismodule(v) and v in (tl, tl.core))
+
+
+def _patch_lang_once(fn):
+    seen = _languages(fn)
+    if seen <= _patched:
+        return None  # a helper's; only the launch itself uses the scope
+    _patched.update(seen)
+    return _patch_lang(fn)
+
+
+def _run_grid_patched_once(self, *args, **kwargs):
+    _patched.clear()
+    try:
+        return _run_grid(self, *args, **kwargs)
+    finally:
+        _patched.clear()
+
+
 InterpreterBuilder.create_dot = _dot_in_fp32
 InterpreterBuilder.create_si_to_fp = _int_to_float_through_fp32
+interpreter._patch_lang = _patch_lang_once
+GridExecutor.__call__ = _run_grid_patched_once

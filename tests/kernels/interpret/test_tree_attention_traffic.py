@@ -44,7 +44,7 @@ def test_reads_everything_once(prefix, num_nodes, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 16, 63, 65])
-@pytest.mark.parametrize("prefix", [100, 777])
+@pytest.mark.parametrize("prefix", [777])
 def test_splits_cost_little(prefix, num_nodes) -> None:
     """With the shipped parameters and room for long prefixes."""
     case = make_case(1, (prefix,), num_nodes, (4, 1), (128, 128), BF16)
