@@ -31,10 +31,16 @@ def matrix_faults(kernel: Compiled, block_m: int) -> list[str]:
     return [] if wanted in kernel.matrix_instructions() else [f"no {wanted}: {kernel.matrix_instructions()}"]
 
 
-def load_faults(kernel: Compiled) -> list[str]:
-    """Require that K/V tiles arrive in loads of 16 bytes a lane, on NVIDIA asynchronously and nothing narrower."""
+def load_faults(kernel: Compiled, paged: bool = False, byte_cache: bool = False) -> list[str]:
+    """Require that K/V tiles arrive in loads of 16 bytes a lane, on NVIDIA asynchronously and nothing narrower.
+
+    Page ids are the exception, 4 bytes each, and the V tile of an 8-bit cache in front of the `mma` instruction: Triton
+    lays it out in shared memory by 8 elements, which are 8 bytes.
+    """
     if ARCHITECTURES[kernel.architecture].target.backend == "hip":
         return [] if kernel.wide_loads() else ["no 16-byte loads"]
-    narrow = {text for text in kernel.instructions if text.startswith("LDGSTS") and ".128" not in text}
+    allowed = {"LDGSTS.E"} if paged else set()
+    allowed |= {"LDGSTS.E.64"} if byte_cache and "mma" in kernel.matrix_instructions() else set()
+    narrow = {text for text in kernel.instructions if text.startswith("LDGSTS") and ".128" not in text} - allowed
     found = [f"narrow asynchronous loads: {sorted(narrow)}"] if narrow else []
     return found + ([] if kernel.count(r"LDGSTS\..*128.*") else ["no asynchronous 16-byte loads"])
