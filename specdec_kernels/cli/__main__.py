@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         if name == chosen:
             importlib.import_module(f".{name}", __package__).add_arguments(subparser)
     args = parser.parse_args(argv)
+    args.argv = argv
     try:
         return importlib.import_module(f".{args.command}", __package__).run(args)
     except ModuleNotFoundError as error:

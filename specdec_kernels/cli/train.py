@@ -95,7 +95,7 @@ def run(args: Namespace) -> int:
             num_slots=args.slots,
             num_workers=args.workers,
             device=args.device,
-            command=shlex.join(["specdec-kernels", *sys.argv[1:]]),
+            command=shlex.join(["specdec-kernels", *args.argv]),
         )
     except (NotImplementedError, OSError, ValueError) as error:
         print(f"specdec-kernels train {args.kind}: {error}", file=sys.stderr)

@@ -15,4 +15,4 @@ def test_interpreted_kernels() -> None:
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert re.search(r"^\d+ passed in", done.stdout, re.MULTILINE), done.stdout[-500:]
+    assert re.search(r"^\d+ passed(, \d+ warnings?)? in", done.stdout, re.MULTILINE), done.stdout[-500:]
