@@ -27,8 +27,8 @@ def block_m(architecture: str, case: Case) -> int:
     return module.choose_plan(device, DTYPES[case.dtype], DTYPES[case.cache], *case.dims, case.rows).block_m
 
 
-# Each entry of the launch parameters for 16-bit caches: with every option on, the fullest kernel, and with none, the one
-# used most. Then what differs besides: pages smaller and larger than a tile, stored bytes, fp32.
+# Each entry of the launch parameters for 16-bit caches, with every option on (the fullest kernel) and with none (the
+# one used most). Then what differs besides: pages smaller and larger than a tile, stored bytes, fp32.
 FULL = [case(dims=(d, d), rows=rows) for d in (64, 128, 256) for rows in (16, 64, 512)]
 PLAIN = [replace(full, with_options=False) for full in FULL]
 SOMEWHERE = [
