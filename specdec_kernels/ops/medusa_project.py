@@ -23,30 +23,32 @@ MAX_TOP_K = 64
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _fake_project(hidden, w_res, b_res, w_out):
-    return hidden.new_empty(hidden.shape[0], w_res.shape[0], w_out.shape[-2])
+def _fake_project(hidden, w_res, b_res, w_out, *, include_base=False):
+    return hidden.new_empty(hidden.shape[0], w_res.shape[0] + include_base, w_out.shape[-2])
 
 
-def _fake_topk(hidden, w_res, b_res, w_out, k, *, vocab_map):
-    shape = (hidden.shape[0], w_res.shape[0])
+def _fake_topk(hidden, w_res, b_res, w_out, k, *, vocab_map, include_base=False):
+    shape = (hidden.shape[0], w_res.shape[0] + include_base)
     values = hidden.new_empty(*shape, k, dtype=torch.float32)
     return values, torch.empty_like(values, dtype=torch.int64), hidden.new_empty(shape, dtype=torch.float32)
 
 
 define_op(
-    "medusa_project(Tensor hidden, Tensor w_res, Tensor? b_res, Tensor w_out) -> Tensor",
+    "medusa_project(Tensor hidden, Tensor w_res, Tensor? b_res, Tensor w_out, *, bool include_base=False) -> Tensor",
     reference=medusa_project_ref,
     fake=_fake_project,
 )
 define_op(
-    "medusa_project_topk(Tensor hidden, Tensor w_res, Tensor? b_res, Tensor w_out, int k, *, Tensor? vocab_map)"
-    " -> (Tensor, Tensor, Tensor)",
+    "medusa_project_topk(Tensor hidden, Tensor w_res, Tensor? b_res, Tensor w_out, int k, *, Tensor? vocab_map, "
+    "bool include_base=False) -> (Tensor, Tensor, Tensor)",
     reference=medusa_project_topk_ref,
     fake=_fake_topk,
 )
 
 
-def medusa_project(hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor) -> Tensor:
+def medusa_project(
+    hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor, *, include_base: bool = False
+) -> Tensor:
     """Return the logits of all Medusa heads.
 
     ``x ← x + SiLU(x Wᵀ + b)`` for each of a head's ``R`` residual layers, starting from the hidden state, then
@@ -58,17 +60,19 @@ def medusa_project(hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: T
         b_res: ``(M, R, C)``, or None for layers without bias.
         w_out: ``(M, V, C)``, each head its own; or ``(V, C)``, shared by all (the base model's ``lm_head`` weight, or
             the rows of a reduced vocabulary).
+        include_base: put the base model's own prediction, ``hidden @ w_out.T``, before the heads': it shares their
+            reading of the weight. Needs a shared ``w_out``.
 
     All in hidden's dtype, any strides but 1 in the last dimension. Each product is summed in fp32 or better and
     rounded to the dtype once, as ``torch.nn.functional.linear`` does; so is the state after each layer.
 
     Returns:
         ``(B, M, V)`` in hidden's dtype. Head *i*, counted from 0, predicts the token *i + 2* places after the position
-        of ``hidden``.
+        of ``hidden``. With ``include_base`` ``(B, 1 + M, V)``: the base row, then the heads.
 
     Raises:
         TypeError: a dtype is not supported or differs from hidden's.
-        ValueError: shapes, devices or strides disagree.
+        ValueError: shapes, devices or strides disagree, or ``include_base`` is asked of own projections.
         RuntimeError: an input requires grad while grad is on; `MedusaHeads.forward` is the differentiable form.
 
     Example:
@@ -80,8 +84,8 @@ def medusa_project(hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: T
 
     Source: Cai et al. 2024 (Medusa, arXiv 2401.10774, eq. 1).
     """
-    _check_heads("medusa_project", hidden, w_res, b_res, w_out)
-    return ops.medusa_project.default(hidden, w_res, b_res, w_out)
+    _check_heads("medusa_project", hidden, w_res, b_res, w_out, include_base)
+    return ops.medusa_project.default(hidden, w_res, b_res, w_out, include_base=include_base)
 
 
 def medusa_project_topk(
@@ -92,6 +96,7 @@ def medusa_project_topk(
     k: int,
     *,
     vocab_map: Tensor | None = None,
+    include_base: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the k best tokens of every Medusa head, and what is needed to turn their logits into probabilities.
 
@@ -103,6 +108,7 @@ def medusa_project_topk(
         k: candidates of each head, ``1 ≤ k ≤ min(64, V)``.
         vocab_map: ``(V,) int64``, the id in the full vocabulary of each row of ``w_out``, when that holds only part of
             it (FR-Spec, truncated Medusa). ``lse`` is then over those rows.
+        include_base: as in `medusa_project`; the base row comes first, and M below is then one more.
 
     Not checked on a GPU, because it would wait for the device: that ``vocab_map`` has no negative id.
 
@@ -126,7 +132,7 @@ def medusa_project_topk(
     2502.14856).
     """
     op = "medusa_project_topk"
-    _check_heads(op, hidden, w_res, b_res, w_out)
+    _check_heads(op, hidden, w_res, b_res, w_out, include_base)
     num_rows = w_out.shape[-2]
     check_number(op, "k", k, whole=True)
     check_range(op, "k", k, 1, min(MAX_TOP_K, num_rows))
@@ -136,10 +142,14 @@ def medusa_project_topk(
         check_device(op, "vocab_map", vocab_map, hidden.device)
         if values_readable(vocab_map):
             check_values(op, "vocab_map", vocab_map, 0, torch.iinfo(torch.int64).max)
-    return ops.medusa_project_topk.default(hidden, w_res, b_res, w_out, k, vocab_map=vocab_map)
+    return ops.medusa_project_topk.default(
+        hidden, w_res, b_res, w_out, k, vocab_map=vocab_map, include_base=include_base
+    )
 
 
-def _check_heads(op: str, hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor) -> None:
+def _check_heads(
+    op: str, hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor, include_base: bool
+) -> None:
     check_shape(op, "hidden", hidden, ("B", "C"))
     hidden_size = hidden.shape[1]
     check_shape(op, "w_res", w_res, ("M", "R", hidden_size, hidden_size))
@@ -147,6 +157,10 @@ def _check_heads(op: str, hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w
     check_tensor(op, "w_out", w_out)
     own = w_out.dim() == 3
     check_shape(op, "w_out", w_out, (num_heads, "V", hidden_size) if own else ("V", hidden_size))
+    if not isinstance(include_base, bool):
+        raise TypeError(f"{op}: include_base must be a bool, got {type(include_base).__name__}")
+    if include_base and own:
+        raise ValueError(f"{op}: include_base must be False with own projections, got w_out {tuple(w_out.shape)}")
     tensors = {"hidden": hidden, "w_res": w_res, "w_out": w_out}
     if b_res is not None:
         check_shape(op, "b_res", b_res, (num_heads, num_layers, hidden_size))

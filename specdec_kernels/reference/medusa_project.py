@@ -28,16 +28,31 @@ def project(x: Tensor, w_out: Tensor) -> Tensor:
     return F.linear(x.transpose(0, 1).flatten(0, 1), w_out).unflatten(0, (x.shape[1], len(x)))
 
 
-def medusa_project_ref(hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor) -> Tensor:
+def _projected_rows(hidden: Tensor, w_res: Tensor, b_res: Tensor | None, include_base: bool) -> Tensor:
+    """Return what is projected: the heads' states, the hidden state itself before them if asked, ``(M, B, C)``."""
+    x = residual_blocks(hidden, w_res, b_res)
+    return torch.cat([hidden.unsqueeze(0), x]) if include_base else x
+
+
+def medusa_project_ref(
+    hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor, *, include_base: bool = False
+) -> Tensor:
     """Return the heads' logits ``(B, M, V)``; see `specdec_kernels.medusa_project`."""
-    return project(residual_blocks(hidden, w_res, b_res), w_out).contiguous()
+    return project(_projected_rows(hidden, w_res, b_res, include_base), w_out).contiguous()
 
 
 def medusa_project_topk_ref(
-    hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor, k: int, *, vocab_map: Tensor | None = None
+    hidden: Tensor,
+    w_res: Tensor,
+    b_res: Tensor | None,
+    w_out: Tensor,
+    k: int,
+    *,
+    vocab_map: Tensor | None = None,
+    include_base: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(values, ids, lse)``; see `specdec_kernels.medusa_project_topk`."""
-    logits = project(residual_blocks(hidden, w_res, b_res), w_out).float()
+    logits = project(_projected_rows(hidden, w_res, b_res, include_base), w_out).float()
     values, rows = topk_lowest_id(logits, k)
     # Finite even where the largest logit is not, so that ∞ − ∞ is never formed.
     finite = torch.finfo(logits.dtype)

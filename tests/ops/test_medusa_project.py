@@ -91,6 +91,24 @@ def test_topk_matches_exact(case, backend, device) -> None:
     assert_close_to_baseline(lse, exact.logsumexp(-1), baseline.logsumexp(-1))
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+def test_base_row_comes_first(dtype, backend, device) -> None:
+    """It is a head without layers, before the others."""
+
+    def law(hidden, w_res, b_res, w_out):
+        base = head_by_head(hidden, w_res[:1, :0], b_res, w_out)
+        return torch.cat([base, head_by_head(hidden, w_res, b_res, w_out)], dim=1)
+
+    inputs = make_inputs(((3, 2, 1, 48, 131), dtype, "shared", True), device)
+    logits = medusa_project(*inputs, include_base=True).cpu()
+    exact, baseline = law(*doubled(inputs)), law(*(t.cpu() for t in inputs))
+    assert_close_to_baseline(logits, exact, baseline)
+    values, ids, lse = (t.cpu() for t in medusa_project_topk(*inputs, 5, include_base=True))
+    assert_close_to_baseline(values.to(dtype), exact.gather(-1, ids), baseline.gather(-1, ids))
+    assert_close_to_baseline(values.to(dtype), exact.topk(5).values, baseline.topk(5).values)
+    assert_close_to_baseline(lse, exact.logsumexp(-1), baseline.float().logsumexp(-1))
+
+
 @pytest.mark.parametrize("projection", ["own", "shared"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
 def test_opcheck(projection, bias, backend, device) -> None:
@@ -100,6 +118,9 @@ def test_opcheck(projection, bias, backend, device) -> None:
     vocab_map = torch.randperm(20, device=device) if bias else None
     args = (hidden, weights, b_res, w_out, 5)
     torch.library.opcheck(ops.medusa_project_topk.default, args, {"vocab_map": vocab_map})
+    if projection == "shared":
+        torch.library.opcheck(ops.medusa_project.default, args[:4], {"include_base": True})
+        torch.library.opcheck(ops.medusa_project_topk.default, args, {"vocab_map": None, "include_base": True})
 
 
 def test_compiles(backend, device) -> None:
@@ -156,6 +177,8 @@ REJECTED = [
     ({"w_out": GOOD[3][0, 0]}, ValueError, r"w_out must have shape \(V, 16\), got \(16,\)"),
     ({"w_out": GOOD[3][:, :0]}, ValueError, "w_res and w_out must not be empty"),
     ({"w_out": torch.nn.Parameter(GOOD[3])}, RuntimeError, "w_out requires grad"),
+    ({"include_base": 1}, TypeError, "include_base must be a bool, got int"),
+    ({"include_base": True}, ValueError, r"include_base must be False with own projections, got w_out \(3, 20, 16\)"),
 ]
 TOPK_REJECTED = [
     ({"k": 0}, ValueError, r"k must be in \[1, 20\], got 0"),
