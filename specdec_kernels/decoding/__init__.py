@@ -1,16 +1,20 @@
 """Decode with any target and drafter: the loop, its seams, the rules of acceptance."""
 
 from .acceptance import Acceptance, GreedyAcceptance, RejectionAcceptance, TypicalAcceptance
+from .drafting import DraftContext
 from .loop import Step, decode
-from .protocols import Draft, Drafter, Target, TargetOutput
+from .protocols import Draft, Drafter, LayeredTarget, LayerPlan, Target, TargetOutput
 from .stats import DecodeStats
 
 __all__ = [
     "Acceptance",
     "DecodeStats",
     "Draft",
+    "DraftContext",
     "Drafter",
     "GreedyAcceptance",
+    "LayerPlan",
+    "LayeredTarget",
     "RejectionAcceptance",
     "Step",
     "Target",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 from .._validate import check_shape
 from ..types import Verification
 from .acceptance import Acceptance
-from .protocols import Draft, Drafter, Target, TargetOutput
+from .drafting import DraftContext
+from .protocols import Draft, Drafter, LayerPlan, Target, TargetOutput
 from .randomness import uniforms_at
 from .stats import DecodeStats, PhaseClock
 from .walk import along_path, verify_processed
@@ -149,12 +150,13 @@ def decode(
         rows.book()
         return step
 
-    return _steps(target, drafter, prompt_ids, prompt_len, judge, rows, clock)
+    context = DraftContext(target, rows, temperature, seeds, is_greedy=is_greedy, process_logits=process_logits)
+    return _steps(context, drafter, prompt_ids, prompt_len, judge, rows, clock)
 
 
 @torch.no_grad()
 def _steps(
-    target: Target,
+    context: DraftContext,
     drafter: Drafter,
     prompt_ids: Tensor,
     prompt_len: Tensor,
@@ -164,6 +166,9 @@ def _steps(
 ) -> Iterator[Step]:
     """Run the steps. ``judge`` applies the rules of the run, ``rows`` keeps its books."""
     clock.start()
+    target = context.target
+    if hasattr(drafter, "bind"):
+        drafter.bind(context)
     last = prompt_len.to(torch.int64) - 1
     output = target.prefill(prompt_ids, prompt_len)
     drafter.begin(prompt_ids, prompt_len, output)
@@ -178,7 +183,7 @@ def _steps(
                     f"decode: the drafter's max_nodes is {drafter.max_nodes}, got {draft.ids.shape[1]} nodes"
                 )
             clock.lap("propose")
-            output = target.forward(draft.ids, draft.tree_mask, draft.depths)
+            output = _forward(target, draft)
             clock.lap("forward")
             step = judge(draft, output, target.prefix_len)
             count, active = rows.taken(prompt_ids.device)
@@ -190,6 +195,14 @@ def _steps(
     finally:
         clock.lap("emit")
         clock.settle()
+
+
+def _forward(target: Any, draft: Draft) -> TargetOutput:
+    """Run the nodes of a draft through the layers that it has not run."""
+    if not draft.num_layers_run:
+        return target.forward(draft.ids, draft.tree_mask, draft.depths)
+    plan = LayerPlan(start=draft.num_layers_run)
+    return target.run_layers(draft.ids, draft.tree_mask, draft.depths, plan, hidden=draft.hidden)
 
 
 class _Rows:

@@ -5,6 +5,7 @@ hidden size, ``W = ceil(T/64)`` mask words. Node 0 of a draft is the *pending to
 is not in the cache yet.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -24,6 +25,8 @@ class Draft(NamedTuple):
         logits: ``(B, T, V)``: row *i* is the distribution from which node *i*'s children were drawn; None when the
             drafts were chosen deterministically.
         num_nodes: ``(B,) int32`` nodes in use of each row, None when all are.
+        num_layers_run: so many of the target's first layers were run for all nodes while drafting; their K/V is cached.
+        hidden: ``(B, T, C)``, what those layers gave; None when there are none.
     """
 
     ids: Tensor
@@ -33,6 +36,8 @@ class Draft(NamedTuple):
     max_depth: int
     logits: Tensor | None = None
     num_nodes: Tensor | None = None
+    num_layers_run: int = 0
+    hidden: Tensor | None = None
 
 
 class TargetOutput(NamedTuple):
@@ -41,10 +46,12 @@ class TargetOutput(NamedTuple):
     Attributes:
         logits: ``(B, T, V)``; row *i* is the prediction after node *i*.
         hidden: ``(B, T, C)``; the final hidden states, after the last norm.
+        tapped: ``(B, L, C)``; of a prefill with `LayeredTarget.tap`: what the tapped layer gave for every prompt token.
     """
 
     logits: Tensor
     hidden: Tensor
+    tapped: Tensor | None = None
 
 
 class Target(Protocol):
@@ -84,8 +91,75 @@ class Target(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LayerPlan:
+    """Which layers of a target run.
+
+    Attributes:
+        start: layers before this one were run already.
+        stop: layers from this one on are not run, nor the last norm and the projection; None for all.
+        skipped_attention: layers whose attention block is left out: only the residual goes on.
+        skipped_mlp: layers whose MLP is left out.
+    """
+
+    start: int = 0
+    stop: int | None = None
+    skipped_attention: frozenset[int] = frozenset()
+    skipped_mlp: frozenset[int] = frozenset()
+
+
+class LayeredTarget(Target, Protocol):
+    """A target that drafters can run in part, over the same cache: what self-speculation needs."""
+
+    @property
+    def num_layers(self) -> int:
+        """``L``."""
+        ...
+
+    def run_layers(
+        self,
+        ids: Tensor,
+        tree_mask: Tensor,
+        depths: Tensor,
+        plan: LayerPlan,
+        *,
+        first_node: int = 0,
+        hidden: Tensor | None = None,
+    ) -> TargetOutput:
+        """Run some of the layers for the nodes ``first_node`` … ``first_node + n − 1``; commits nothing.
+
+        K/V of the layers that run goes to the rows of these nodes. Nodes before ``first_node`` are attended to through
+        the cache, so the same layers must have been run for them in this step.
+
+        Args:
+            ids: ``(B, n) int64`` of these nodes.
+            tree_mask: ``(B or 1, T, W) int64`` of all nodes up to these, ``T = first_node + n``.
+            depths: ``(B or 1, n) int32`` of these nodes.
+            plan: which layers.
+            first_node: nodes of the step that come before.
+            hidden: ``(B, n, C)``, what the layers before ``plan.start`` gave; None when that is 0.
+
+        Returns:
+            Logits and final hidden states of these nodes. With ``plan.stop``: no logits ``(B, 0, V)``, and what layer
+            ``stop − 1`` gave.
+        """
+        ...
+
+    def tap(self, layer: int) -> None:
+        """Let `prefill` return, from now on, what the first ``layer`` layers gave for every token of the prompts."""
+        ...
+
+    def reserve(self, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Return K and V rows of the drafter's own, ``(B, S, Hk, D)`` each, that `commit` moves with the others."""
+        ...
+
+
 class Drafter(Protocol):
-    """Proposes a draft for each step. Holds its own state for the batch between `begin` calls."""
+    """Proposes a draft for each step. Holds its own state for the batch between `begin` calls.
+
+    A drafter that runs the target itself, or draws its tokens, also has ``bind(context: DraftContext)``, which is
+    called once, before the prefill.
+    """
 
     @property
     def max_nodes(self) -> int:

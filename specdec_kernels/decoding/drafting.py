@@ -1,0 +1,182 @@
+"""What a drafter that draws its tokens, or runs the target itself, gets from the loop; and chains drawn with it."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from ..reference._verify_probs import draw, greedy_rows
+from ..tree.mask import num_words, pack_mask
+from .protocols import Draft, Target
+from .randomness import draft_uniforms_at
+
+if TYPE_CHECKING:
+    from .loop import ProcessLogits
+
+
+class RowStates(Protocol):
+    """What the loop knows of the rows; read at each step, never written to."""
+
+    emitted: list[list[int]]
+    finished: list[bool]
+
+
+class DraftContext:
+    """The run that a drafter drafts for: its target, and the way its tokens are drawn.
+
+    A drafter that needs it has a method ``bind(context)``, which `decode` calls once, before the prefill.
+
+    Attributes:
+        target: the target of the run.
+        temperature: ``(B,) fp32``, of the drafts as of the target.
+        is_greedy: no row samples; known on the host.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        rows: RowStates,
+        temperature: Tensor,
+        seeds: Tensor,
+        *,
+        is_greedy: bool,
+        process_logits: "ProcessLogits | None" = None,
+    ):
+        self.target, self.temperature, self.is_greedy = target, temperature, is_greedy
+        self._rows, self._seeds, self._process_logits = rows, seeds, process_logits
+
+    @property
+    def active(self) -> Tensor:
+        """``(B,) bool``: the rows that go on."""
+        return ~torch.tensor(self._rows.finished, dtype=torch.bool, device=self.temperature.device)
+
+    @property
+    def emitted(self) -> Sequence[Sequence[int]]:
+        """The tokens of each row so far; the last one is the pending token."""
+        return self._rows.emitted
+
+    def uniforms(self, count: int) -> Tensor:
+        """Return this step's numbers for the drafter, ``(B, count)`` in (0, 1), see `draft_uniforms_at`."""
+        return draft_uniforms_at(self._seeds, self.target.prefix_len, count)
+
+    def process(self, logits: Tensor, nodes: Tensor, draft: Callable[[], Draft]) -> Tensor:
+        """Process draft logits ``(B, V)`` as the target's after the same nodes ``(B,)`` will be.
+
+        Without it a draft would often be a token that the target's filters exclude. ``draft`` makes the draft so far;
+        it is called only when there is something to process.
+        """
+        if self._process_logits is None:
+            return logits
+        return self._process_logits(logits, nodes, draft=draft(), emitted=self._rows.emitted)
+
+    def draw(self, logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Draw a token of each row.
+
+        Args:
+            logits: ``(B, V)``, processed.
+            uniforms: ``(B,)``; None in greedy runs.
+
+        Returns:
+            Ids ``(B,) int64`` and the probability that each had, ``(B,)``; greedy rows take the argmax, the
+            probability is that at temperature 1. NaN for rows whose logits cannot be judged.
+        """
+        best, ids = logits.max(dim=-1)
+        probs = (best.float() - logits.float().logsumexp(-1)).exp()
+        if self.is_greedy or uniforms is None:
+            return ids, probs
+        is_greedy = greedy_rows(self.temperature)
+        divisor = torch.where(is_greedy, 1.0, self.temperature.double())
+        law = torch.softmax(logits.double() / divisor[:, None], dim=-1)
+        drawn = draw(law, uniforms.double())
+        drawn_probs = law.gather(1, drawn[:, None])[:, 0].to(probs.dtype)
+        return torch.where(is_greedy, ids, drawn), torch.where(is_greedy, probs, drawn_probs)
+
+
+class ChainLayout:
+    """The tensors that describe a chain of any length up to ``max_nodes``: views of the longest one's."""
+
+    def __init__(self, max_nodes: int, device: torch.device | str | None = None):
+        self.max_nodes = max_nodes
+        causal = torch.ones(1, max_nodes, max_nodes, dtype=torch.bool, device=device).tril()
+        self._mask = pack_mask(causal)
+        self._depths = torch.arange(max_nodes, dtype=torch.int32, device=device)[None]
+
+    def mask(self, num_nodes: int) -> Tensor:
+        """``(1, T, W) int64``."""
+        return self._mask[:, :num_nodes, : num_words(num_nodes)].contiguous()
+
+    def depths(self, num_nodes: int) -> Tensor:
+        """``(1, T) int32``."""
+        return self._depths[:, :num_nodes]
+
+    def parents(self, num_nodes: int) -> Tensor:
+        """``(1, T) int32``."""
+        return self._depths[:, :num_nodes] - 1
+
+
+class DrawnChain:
+    """Grow a chain below the pending tokens, a drawn token at a time; each row stops when it likes.
+
+    The decision to go on is made from what was drawn before, never from a token that is then left out: so the chain
+    stays a sample of the distributions it reports, and verification exact.
+
+    Args:
+        context: of the run.
+        layout: of chains at least as long as this one gets.
+        pending: ``(B,) int64``.
+        max_nodes: the longest chain, root included.
+    """
+
+    def __init__(self, context: DraftContext, layout: ChainLayout, pending: Tensor, max_nodes: int):
+        self._context, self._layout, self.max_nodes = context, layout, max_nodes
+        self._ids, self._logits = [pending], list[Tensor]()
+        self._uniforms = None if context.is_greedy else context.uniforms(max_nodes)
+        self.drafting = context.active
+        self.num_nodes = torch.ones_like(pending, dtype=torch.int32)
+
+    @property
+    def length(self) -> int:
+        """Nodes so far, root included."""
+        return len(self._ids)
+
+    @property
+    def last(self) -> Tensor:
+        """``(B,) int64``: the newest node of each row."""
+        return self._ids[-1]
+
+    def wants_more(self) -> bool:
+        """Say whether any row still drafts and there is room. On a GPU this waits for the device."""
+        return self.length < self.max_nodes and bool(self.drafting.any())
+
+    def extend(self, logits: Tensor, threshold: Tensor | float | None = None) -> None:
+        """Draw the next node of each row that still drafts.
+
+        Args:
+            logits: ``(B, V)``, the draft distribution after the last node, not processed. A row with NaN stops.
+            threshold: ``(B,)`` or a number; a row whose token was less probable than that stops *behind* it.
+        """
+        node = self.length - 1
+        nodes = torch.where(self.drafting, node, -1)
+        logits = self._context.process(logits, nodes, self._unfinished)
+        ids, probs = self._context.draw(logits, None if self._uniforms is None else self._uniforms[:, node + 1])
+        self.drafting = self.drafting & ~probs.isnan()
+        self.num_nodes = self.num_nodes + self.drafting
+        self._ids.append(ids)
+        if self._uniforms is not None:
+            self._logits.append(logits)
+        if threshold is not None:
+            self.drafting = self.drafting & (probs >= threshold)
+
+    def draft(self) -> Draft:
+        """Return the chain; its logits are those that tokens were drawn from, None in a greedy run."""
+        draft = self._unfinished()._replace(num_nodes=self.num_nodes)
+        if not self._logits:
+            return draft
+        # The leaf has no children; what stands in its row is not read.
+        return draft._replace(logits=torch.stack([*self._logits, self._logits[-1]], dim=1))
+
+    def _unfinished(self) -> Draft:
+        length, layout = self.length, self._layout
+        ids = torch.stack(self._ids, dim=1)
+        return Draft(ids, layout.parents(length), layout.mask(length), layout.depths(length), length - 1)
