@@ -8,6 +8,7 @@ from .._validate import (
     check_dtype,
     check_last_stride,
     check_no_grad,
+    check_number,
     check_shape,
     check_tensor,
     check_values,
@@ -116,3 +117,11 @@ def check_parents(op: str, parents: Tensor, num_nodes: Tensor | None, shape: tup
                 f"{op}: parents must be topological (parents[0] == -1, 0 <= parents[i] < i), "
                 f"got parent {parent} of node {node} in row {row}"
             )
+
+
+def check_thresholds(op: str, **thresholds: float) -> None:
+    """Check that these are numbers of at least 0."""
+    for name, value in thresholds.items():
+        check_number(op, name, value)
+        if not value >= 0:
+            raise ValueError(f"{op}: {name} must be at least 0, got {value}")

@@ -5,39 +5,30 @@ Shared by all rules. Node 0 is the root, the pending token: always accepted, and
 final draw. Rows are independent: what a row returns does not depend on its slot or on other rows.
 """
 
-import torch
 from torch import Tensor
 
 from .._ops import ops
 from .._registry import define_op
-from .._validate import check_number
 from ..reference import verify as reference
 from ..types import Verification
-from ._verify_checks import check_draft, check_lengths, check_parents, check_randomness, check_target
+from ._verify_checks import (
+    check_draft,
+    check_lengths,
+    check_parents,
+    check_randomness,
+    check_target,
+    check_thresholds,
+)
+from ._verify_fakes import fake_chain, fake_tree
 from ._verify_philox import philox_uniforms
 
 __all__ = ["philox_uniforms", "verify_chain", "verify_tree", "verify_tree_greedy", "verify_tree_typical"]
-
-
-def _fake_tree(ids: Tensor, *_, **__) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, num_nodes = ids.shape
-    return (
-        ids.new_empty(num_rows, num_nodes),
-        ids.new_empty(num_rows, dtype=torch.int32),
-        ids.new_empty(num_rows, num_nodes - 1, dtype=torch.int32),
-    )
-
-
-def _fake_chain(draft_ids: Tensor, *_, **__) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, num_drafts = draft_ids.shape
-    return _fake_tree(draft_ids.new_empty(num_rows, num_drafts + 1))
-
 
 define_op(
     "verify_chain(Tensor draft_ids, Tensor target_logits, Tensor? draft_logits, Tensor temperature, Tensor uniforms, "
     "Tensor? draft_len, *, bool block, Tensor? draft_vocab_map) -> (Tensor, Tensor, Tensor)",
     reference=reference.verify_chain_ref,
-    fake=_fake_chain,
+    fake=fake_chain,
     native=("cpu",),
 )
 define_op(
@@ -45,21 +36,21 @@ define_op(
     "Tensor uniforms, Tensor? num_nodes, *, bool with_replacement, Tensor? draft_vocab_map) "
     "-> (Tensor, Tensor, Tensor)",
     reference=reference.verify_tree_ref,
-    fake=_fake_tree,
+    fake=fake_tree,
     native=("cpu",),
 )
 define_op(
     "verify_tree_greedy(Tensor ids, Tensor parents, Tensor target_logits, Tensor? num_nodes) "
     "-> (Tensor, Tensor, Tensor)",
     reference=reference.verify_tree_greedy_ref,
-    fake=_fake_tree,
+    fake=fake_tree,
     native=("cpu",),
 )
 define_op(
     "verify_tree_typical(Tensor ids, Tensor parents, Tensor target_logits, Tensor temperature, Tensor uniforms, "
     "Tensor? num_nodes, *, float epsilon, float delta) -> (Tensor, Tensor, Tensor)",
     reference=reference.verify_tree_typical_ref,
-    fake=_fake_tree,
+    fake=fake_tree,
     native=("cpu",),
 )
 
@@ -294,10 +285,7 @@ def verify_tree_typical(
     check_randomness(op, temperature, uniforms, shape, target_logits)
     check_lengths(op, "num_nodes", num_nodes, *shape, target_logits)
     check_parents(op, parents, num_nodes, shape, target_logits)
-    for name, value in (("epsilon", epsilon), ("delta", delta)):
-        check_number(op, name, value)
-        if not value >= 0:
-            raise ValueError(f"{op}: {name} must be at least 0, got {value}")
+    check_thresholds(op, epsilon=epsilon, delta=delta)
     return Verification(
         *ops.verify_tree_typical.default(
             ids, parents, target_logits, temperature, uniforms, num_nodes, epsilon=epsilon, delta=delta
