@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/empty.h"
 #include "common/register.h"
 #include "cpu/isa.h"
 #include "cpu/tree_attention_args.h"
@@ -83,29 +84,14 @@ void run(const Call& call, int64_t out_bytes) {
   });
 }
 
-// Contiguous, on the CPU. Tensor's own new_empty looks the operator up by name at each call: several microseconds.
-template <int kDims>
-Tensor make_empty(const int64_t (&sizes)[kDims], int32_t dtype) {
-  int64_t strides[kDims];
-  int64_t stride = 1;
-  for (int i = kDims - 1; i >= 0; --i) {
-    strides[i] = stride;
-    stride *= std::max<int64_t>(sizes[i], 1);
-  }
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(kDims, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
-
 std::tuple<Tensor, Tensor> attend(Call* call, const Tensor& q) {
   const Problem& p = call->problem;
   int32_t dtype;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
   const bool is_double = p.q_element == Element::kDouble;
-  Tensor out = make_empty({call->batch, p.num_nodes, p.num_q_heads, p.v_dim}, dtype);
-  Tensor lse = make_empty({call->batch, p.num_nodes, p.num_q_heads},
-                          is_double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32());
+  Tensor out = empty_cpu({call->batch, p.num_nodes, p.num_q_heads, p.v_dim}, dtype);
+  Tensor lse = empty_cpu({call->batch, p.num_nodes, p.num_q_heads},
+                         is_double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32());
   if (call->batch > 0 && p.num_q_heads > 0) {
     call->problem.out = static_cast<char*>(out.mutable_data_ptr());
     call->problem.lse = lse.mutable_data_ptr();

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu/element.h"
+
 namespace specdec {
 namespace attention {
 
@@ -11,8 +13,6 @@ namespace attention {
 // row follows these borders and nothing else: not the tasks, not the threads.
 constexpr int kChunk = 64;
 constexpr int kChunksPerGroup = 8;
-
-enum class Element : uint8_t { kFloat, kBFloat16, kHalf, kDouble, kFloat8, kInt8 };
 
 // Strides in bytes. Dense: outer = batch row, inner = position. Paged: outer = page, inner = slot.
 struct CacheView {

@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "common/check.h"
+#include "cpu/element_of.h"
 #include "cpu/tree_attention_plan.h"
 #include "cpu/vec.h"
 
@@ -17,26 +17,6 @@ struct Options {
   std::optional<int64_t> window;
   std::optional<Tensor> sinks, k_scale, v_scale;
 };
-
-inline Element element_of(const char* name, const Tensor& tensor) {
-  using torch::headeronly::ScalarType;
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return Element::kFloat;
-    case ScalarType::BFloat16:
-      return Element::kBFloat16;
-    case ScalarType::Half:
-      return Element::kHalf;
-    case ScalarType::Double:
-      return Element::kDouble;
-    case ScalarType::Float8_e4m3fn:
-      return Element::kFloat8;
-    case ScalarType::Char:
-      return Element::kInt8;
-    default:
-      STD_TORCH_CHECK(false, name, " has an unsupported dtype");
-  }
-}
 
 inline void check_rows(const char* name, const Tensor& tensor, const Tensor& q) {
   STD_TORCH_CHECK(tensor.dim() == 4, name, " must have 4 dimensions, got ", tensor.dim());
@@ -55,7 +35,7 @@ inline std::vector<double> read_numbers(const char* name, const std::optional<Te
   check_same_device(name, *tensor, q);
   STD_TORCH_CHECK(tensor->dim() == 0 || (tensor->dim() == 1 && tensor->size(0) == count), name, " must have ", count,
                   " elements");
-  const Element element = element_of(name, *tensor);
+  const Element element = floating_element_of(name, *tensor);
   const int64_t stride = tensor->dim() == 0 ? 0 : tensor->stride(0);
   const void* data = tensor->const_data_ptr();
   for (int64_t i = 0; i < count; ++i) {
@@ -70,11 +50,9 @@ inline std::vector<double> read_numbers(const char* name, const std::optional<Te
       case Element::kHalf:
         numbers.push_back(to_float(static_cast<const Half*>(data)[at]));
         break;
-      case Element::kBFloat16:
+      default:
         numbers.push_back(to_float(static_cast<const BFloat16*>(data)[at]));
         break;
-      default:
-        STD_TORCH_CHECK(false, name, " must be floating point");
     }
   }
   return numbers;
@@ -109,13 +87,11 @@ inline void read_sizes(const Tensor& q, const Tensor& k, const Tensor& v, Call* 
   check_rows("k_cache", k, q);
   check_rows("v_cache", v, q);
   Problem& p = call->problem;
-  p.q_element = element_of("q", q);
+  p.q_element = floating_element_of("q", q);
   p.cache_element = element_of("k_cache", k);
-  STD_TORCH_CHECK(p.q_element != Element::kInt8 && p.q_element != Element::kFloat8, "q must be floating point");
   STD_TORCH_CHECK(k.scalar_type() == v.scalar_type(), "k_cache and v_cache must have one dtype");
-  STD_TORCH_CHECK(
-      p.cache_element == p.q_element || p.cache_element == Element::kFloat8 || p.cache_element == Element::kInt8,
-      "the caches must have the dtype of q, or float8_e4m3fn, or int8");
+  STD_TORCH_CHECK(p.cache_element == p.q_element || is_quantised(p.cache_element),
+                  "the caches must have the dtype of q, or float8_e4m3fn, or int8");
   STD_TORCH_CHECK(k.size(3) == q.size(3), "q and k_cache differ in their last dimension");
   STD_TORCH_CHECK(k.size(0) == v.size(0) && k.size(1) == v.size(1) && k.size(2) == v.size(2),
                   "k_cache and v_cache must agree");

@@ -61,7 +61,7 @@ class PackedChunk {
  public:
   PackedChunk(const Problem& problem, int64_t ldq, int64_t ldv, Carver* carver)
       : p_(problem),
-        element_bytes_(element_bytes(problem.cache_element)),
+        element_bytes_(bytes_of(problem.cache_element)),
         ldv_(ldv),
         packed_keys_(carver->take<Operand>(kChunk * ldq)),
         packed_values_(carver->take<Operand>(kChunk / kPer * ldv)),
@@ -112,20 +112,6 @@ class PackedChunk {
 
  private:
   int64_t zero_bytes() const { return larger(p_.qk_dim, p_.v_dim) * int64_t{8}; }
-
-  static int64_t element_bytes(Element element) {
-    switch (element) {
-      case Element::kDouble:
-        return 8;
-      case Element::kFloat:
-        return 4;
-      case Element::kBFloat16:
-      case Element::kHalf:
-        return 2;
-      default:
-        return 1;
-    }
-  }
 
   void fetch(const char* row, int32_t dim) const {
     for (int64_t i = 0; i < dim * element_bytes_; i += 64) __builtin_prefetch(row + i, 0, 2);

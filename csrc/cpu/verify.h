@@ -7,12 +7,12 @@
 
 #include <cstdint>
 
+#include "cpu/element.h"
+
 namespace specdec {
 namespace verification {
 
 constexpr int64_t kBlock = 4096;
-
-enum class Element : uint8_t { kFloat, kBFloat16, kHalf, kDouble };
 
 struct Sums {
   double weight;

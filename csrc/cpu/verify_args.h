@@ -4,7 +4,7 @@
 #include <memory>
 #include <optional>
 
-#include "common/check.h"
+#include "cpu/element_of.h"
 #include "cpu/isa.h"
 #include "cpu/verify_walk.h"
 
@@ -12,21 +12,6 @@ namespace specdec {
 namespace verification {
 
 using torch::headeronly::ScalarType;
-
-inline Element element_of(const char* name, const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return Element::kFloat;
-    case ScalarType::BFloat16:
-      return Element::kBFloat16;
-    case ScalarType::Half:
-      return Element::kHalf;
-    case ScalarType::Double:
-      return Element::kDouble;
-    default:
-      STD_TORCH_CHECK(false, name, " has an unsupported dtype");
-  }
-}
 
 inline const RowKernel* find_row_kernel(Element element) {
 #if defined(__x86_64__)
@@ -53,7 +38,7 @@ inline Logits read_logits(const char* name, const Tensor& tensor, int64_t batch,
   const int64_t bytes = static_cast<int64_t>(tensor.element_size());
   *batch_stride = tensor.stride(0) * bytes;
   return {static_cast<const char*>(tensor.const_data_ptr()), tensor.stride(1) * bytes, bytes, tensor.size(2),
-          find_row_kernel(element_of(name, tensor))};
+          find_row_kernel(floating_element_of(name, tensor))};
 }
 
 // One call: the problem, and what it points to.

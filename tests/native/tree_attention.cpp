@@ -52,10 +52,6 @@ class Guarded {
   size_t size_;
 };
 
-int64_t bytes_of(Element element) {
-  return element == Element::kDouble ? 8 : element == Element::kFloat ? 4 : element >= Element::kFloat8 ? 1 : 2;
-}
-
 double store(Element element, char* at, double value) {
   const float x = static_cast<float>(value);
   if (element == Element::kDouble) return *reinterpret_cast<double*>(at) = value;
