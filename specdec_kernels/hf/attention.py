@@ -6,6 +6,7 @@ builds a 4-D mask for it. The state of a tree step travels as the keyword ``tree
 
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -21,10 +22,12 @@ class TreeState(NamedTuple):
     Attributes:
         tree_mask: ``(B or 1, T, W) int64``, as `tree_attention` takes it.
         prefix_len: ``(B,) int32``, committed rows of the cache.
+        first_node: nodes that are in the cache already; the queries are those of the nodes from this one on.
     """
 
     tree_mask: Tensor
     prefix_len: Tensor
+    first_node: int = 0
 
 
 def tree_attention_forward(
@@ -73,6 +76,9 @@ def tree_attention_forward(
             f"attention implementation {IMPLEMENTATION!r} supports no attention mask, position bias or dropout, got "
             f"attention_mask={_shape(attention_mask)}, position_bias={_shape(position_bias)}, dropout={dropout}"
         )
+    first_node = tree_state.first_node
+    # The op attends from all nodes. Rows do not depend on each other, so it does not matter what the earlier ones ask.
+    query = F.pad(query, (0, 0, first_node, 0)) if first_node else query
     out, _lse = tree_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -84,7 +90,7 @@ def tree_attention_forward(
         window=sliding_window,
         sinks=s_aux,
     )
-    return out, None
+    return out[:, first_node:], None
 
 
 def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:

@@ -19,6 +19,8 @@ class TreeCache(Cache):
         row 1   p p p 0 1 2 3 . . . . . . .        0…3: the nodes of this step
                                                    .: never read
 
+    The nodes of a step may come in several forwards; `continue_step` says where the next one writes.
+
     Memory is taken at the first `update`, from the shapes seen there: under tensor parallelism a rank holds fewer heads
     than the config says. Layers that differ in heads, head size, dtype or in K and V get a tensor each.
 
@@ -53,10 +55,13 @@ class TreeCache(Cache):
         self._batch_index = torch.arange(batch_size, device=device).unsqueeze(1)
         self._stacked: Tensor | None = None
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._reserved: list[Tensor] = []
+        self._step: int | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rows; the memory is kept."""
+        """Forget all rows; the memory is kept, but for what was reserved."""
+        self._reserved = []
         self._set_lengths(torch.zeros(self._batch_size, dtype=torch.int32, device=self._device), longest=0, common=0)
 
     @property
@@ -71,17 +76,33 @@ class TreeCache(Cache):
         Raises:
             RuntimeError: nothing was written yet.
         """
-        if self._stacked is not None:
+        if self._stacked is not None and not self._reserved:
             return self._stacked
         written = [tensor.transpose(1, 2) for layer in self._layers if layer is not None for tensor in layer]
         if not written:
             raise RuntimeError("TreeCache: nothing was written yet")
-        return written
+        return written + self._reserved
+
+    def reserve(self, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Return further K and V rows ``(B, S, Hk, D)`` for the caller to write, which `commit` moves with the others.
+
+        They are there until the next `reset`, in the dtype of the layers.
+
+        Raises:
+            RuntimeError: nothing was written yet.
+        """
+        like = self.buffers[0]
+        shape = (self._batch_size, self.capacity, num_heads, head_dim)
+        rows = like.new_empty(shape), like.new_empty(shape)
+        self._reserved += rows
+        return rows
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the keys and values of a step's nodes to rows ``prefix_len`` … ``prefix_len + T − 1``.
+
+        After `continue_step` they are those of the nodes from ``first_node`` on.
 
         Args:
             key_states, value_states: ``(B, Hk, T, D)``, any strides.
@@ -102,6 +123,10 @@ class TreeCache(Cache):
         self._write(keys, key_states)
         self._write(values, value_states)
         return keys, values
+
+    def continue_step(self, first_node: int) -> None:
+        """Let the next forward write behind the first ``first_node`` nodes of the step; 0 starts the step over."""
+        self._first, self._step = first_node, None
 
     def advance(self, count: int) -> None:
         """Commit the first ``count`` nodes of the last step in every row, without moving any.
@@ -198,7 +223,8 @@ class TreeCache(Cache):
     def _set_lengths(self, prefix_len: Tensor, *, longest: int, common: int | None = None) -> None:
         """Take new lengths: ``longest`` bounds them from above, ``common`` is the length of all rows where known."""
         self._prefix_len = prefix_len
-        self._step: int | None = None
+        self._first = 0
+        self._step = None
         if common is None and self._lengths_readable:
             lengths = prefix_len.tolist()
             longest = max(lengths)
@@ -211,7 +237,8 @@ class TreeCache(Cache):
         self._set_lengths(self._prefix_len + count, longest=self._longest + count, common=common)
 
     def _begin_step(self, num_nodes: int) -> None:
-        """Decide where the nodes of this step go: once for all layers, before anything is written."""
+        """Decide where the nodes of this forward go: once for all layers, before anything is written."""
+        first, num_nodes = self._first, self._first + num_nodes
         if self._step == num_nodes:
             return
         if self._longest + num_nodes > self.capacity:
@@ -224,12 +251,12 @@ class TreeCache(Cache):
                 f"but the capacity is {self.capacity}"
             )
         if self._common is None:
-            self._rows = self._prefix_len.unsqueeze(1).long() + torch.arange(num_nodes, device=self._device)
+            self._rows = self._prefix_len.unsqueeze(1).long() + torch.arange(first, num_nodes, device=self._device)
         self._step = num_nodes
 
     def _write(self, buffer: Tensor, states: Tensor) -> None:
         if self._common is not None:
-            buffer.narrow(2, self._common, states.shape[2]).copy_(states)
+            buffer.narrow(2, self._common + self._first, states.shape[2]).copy_(states)
         else:
             rows = buffer.transpose(1, 2)
             rows.index_put_((self._batch_index, self._rows), states.transpose(1, 2).to(buffer.dtype))

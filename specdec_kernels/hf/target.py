@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..decoding.protocols import TargetOutput
+from ..decoding.protocols import LayerPlan, TargetOutput
 from ..tree.mask import num_words, pack_mask
 from . import _compat
 from .attention import IMPLEMENTATION, TreeState
 from .cache import TreeCache
 from .families import check_supported
+from .layers import LayerRunner
 
 # Prompt tokens per forward: a prompt is fed as a chain, whose mask has T²/64 words.
 PREFILL_CHUNK = 512
@@ -52,6 +53,8 @@ class HFTarget:
         self._cache_argument = _compat.cache_argument(model)
         self._configs = _compat.attention_configs(model)
         self._projection = model.get_output_embeddings()
+        self._runner = LayerRunner(model)
+        self._tapped_layer: int | None = None
         causal = torch.ones(1, PREFILL_CHUNK, PREFILL_CHUNK, dtype=torch.bool, device=model.device).tril()
         self._chain_mask = pack_mask(causal)
         self._chain_depths = torch.arange(PREFILL_CHUNK, dtype=torch.int32, device=model.device).unsqueeze(0)
@@ -66,6 +69,30 @@ class HFTarget:
         """Rows of the cache for each sequence."""
         return self.cache.capacity
 
+    @property
+    def num_layers(self) -> int:
+        """``L``."""
+        return self._runner.num_layers
+
+    def tap(self, layer: int) -> None:
+        """Let `prefill` return, from now on, what the first ``layer`` layers gave for every token of the prompts.
+
+        Raises:
+            ValueError: ``layer`` is not in [1, L − 1].
+        """
+        self._runner.check(LayerPlan(stop=layer))
+        self._tapped_layer = layer
+
+    def reserve(self, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Return K and V rows of the caller's own, ``(B, S, Hk, D)`` each, that `commit` moves with the others.
+
+        They are there until the next `prefill`.
+
+        Raises:
+            RuntimeError: nothing was cached yet.
+        """
+        return self.cache.reserve(num_heads, head_dim)
+
     def prefill(self, ids: Tensor, lengths: Tensor) -> TargetOutput:
         """Forget what was cached, feed the prompts in chunks, and commit them.
 
@@ -75,7 +102,7 @@ class HFTarget:
 
         Returns:
             Logits ``(B, 1, V)`` and hidden states ``(B, 1, C)`` of each row's last prompt token. Other positions are
-            never projected to the vocabulary.
+            never projected to the vocabulary. After `tap`, ``tapped (B, L, C)`` of all.
 
         Raises:
             ValueError: a wrong shape or length, or ``L`` is beyond the capacity.
@@ -85,6 +112,7 @@ class HFTarget:
         ids = torch.where(torch.arange(longest, device=ids.device) <= last[:, None], ids, 0)
         self.cache.reset()
         kept: Tensor | None = None
+        tapped: list[Tensor] = []
         for start in range(0, longest, PREFILL_CHUNK):
             chunk = ids[:, start : start + PREFILL_CHUNK]
             is_final = start + chunk.shape[1] == longest
@@ -96,10 +124,11 @@ class HFTarget:
                 kept = found if kept is None else torch.where((last >= start)[:, None, None], found, kept)
                 return kept if is_final else hidden[:, :0]
 
-            output = self._run(chunk, *self._chain(chunk.shape[1]), keep_last_tokens)
+            with self._runner.tapped(self._tapped_layer, tapped):
+                output = self._run(chunk, *self._chain(chunk.shape[1]), select=keep_last_tokens)
             self.cache.advance(chunk.shape[1])
         self.cache.truncate(lengths)
-        return output
+        return output._replace(tapped=torch.cat(tapped, dim=1)) if tapped else output
 
     def forward(self, ids: Tensor, tree_mask: Tensor, depths: Tensor) -> TargetOutput:
         """Run the nodes of a draft tree behind the committed prefix; commits nothing.
@@ -116,14 +145,53 @@ class HFTarget:
             ValueError: a wrong shape, or the nodes do not fit into the cache (nothing was written then).
             RuntimeError: the model is in training mode.
         """
-        batch, num_nodes = self.cache.batch_size, ids.shape[-1]
-        if ids.shape != (batch, num_nodes):
-            raise ValueError(f"HFTarget.forward: ids must have shape ({batch}, T), got {tuple(ids.shape)}")
-        if depths.shape not in ((batch, num_nodes), (1, num_nodes)):
-            raise ValueError(
-                f"HFTarget.forward: depths must have shape ({batch} or 1, {num_nodes}), got {tuple(depths.shape)}"
-            )
+        self._check_nodes("forward", ids, depths)
         return self._run(ids, tree_mask, depths)
+
+    def run_layers(
+        self,
+        ids: Tensor,
+        tree_mask: Tensor,
+        depths: Tensor,
+        plan: LayerPlan,
+        *,
+        first_node: int = 0,
+        hidden: Tensor | None = None,
+    ) -> TargetOutput:
+        """Run some of the layers for the nodes ``first_node`` … ``first_node + n − 1`` of a step; commits nothing.
+
+        K/V of the layers that run goes to the rows of these nodes. Nodes before ``first_node`` are attended to through
+        the cache: the same layers must have been run for them since the last commit. Not checked.
+
+        Args:
+            ids: ``(B, n) int64`` of these nodes.
+            tree_mask: ``(B or 1, T, W) int64`` of all nodes up to these, ``T = first_node + n``.
+            depths: ``(B or 1, n) int32`` of these nodes.
+            plan: which layers.
+            first_node: nodes of the step that come before.
+            hidden: ``(B, n, C)``, what the layers before ``plan.start`` gave; None when that is 0.
+
+        Returns:
+            Logits ``(B, n, V)`` and final hidden states ``(B, n, C)``. With ``plan.stop``: no logits ``(B, 0, V)``, and
+            what layer ``stop − 1`` gave.
+
+        Raises:
+            ValueError: a wrong shape, layers that there are not, ``hidden`` missing or not wanted, or the nodes do not
+                fit into the cache (nothing was written then).
+            RuntimeError: the model is in training mode.
+        """
+        self._check_nodes("run_layers", ids, depths)
+        self._runner.check(plan)
+        shape = None if hidden is None else tuple(hidden.shape[:2])
+        if shape != (tuple(ids.shape) if plan.start else None):
+            wanted = f"must have shape {(*ids.shape, 'C')}" if plan.start else "must be None"
+            raise ValueError(f"HFTarget.run_layers: hidden {wanted} with start {plan.start}, got {shape}")
+        if first_node < 0:
+            raise ValueError(f"HFTarget.run_layers: first_node must be at least 0, got {first_node}")
+        with self._runner.planned(plan, hidden) as states:
+            select = None if plan.stop is None else _nothing
+            output = self._run(ids, tree_mask, depths, first_node=first_node, select=select)
+        return output._replace(hidden=states[0]) if states else output
 
     def commit(self, accepted: Tensor, num_accepted: Tensor, active: Tensor) -> None:
         """Keep the root and the accepted nodes of the last `forward`.
@@ -137,7 +205,13 @@ class HFTarget:
 
     @torch.no_grad()
     def _run(
-        self, ids: Tensor, tree_mask: Tensor, depths: Tensor, select: Callable[[Tensor], Tensor] | None = None
+        self,
+        ids: Tensor,
+        tree_mask: Tensor,
+        depths: Tensor,
+        *,
+        first_node: int = 0,
+        select: Callable[[Tensor], Tensor] | None = None,
     ) -> TargetOutput:
         """Call the model; ``select`` chooses from the final hidden states ``(B, T, C)`` what becomes logits."""
         if self.model.training:
@@ -152,12 +226,13 @@ class HFTarget:
             return (hidden,)
 
         prefix_len = self.cache.prefix_len
+        self.cache.continue_step(first_node)
         arguments = {
             "input_ids": ids,
             "position_ids": (prefix_len.unsqueeze(1) + depths).long(),
             "use_cache": True,
             "return_dict": True,
-            "tree_state": TreeState(tree_mask, prefix_len),
+            "tree_state": TreeState(tree_mask, prefix_len, first_node),
             self._cache_argument: self.cache,
         }
         with (
@@ -172,6 +247,15 @@ class HFTarget:
         mask = self._chain_mask[:, :num_nodes, : num_words(num_nodes)].contiguous()
         return mask, self._chain_depths[:, :num_nodes]
 
+    def _check_nodes(self, name: str, ids: Tensor, depths: Tensor) -> None:
+        batch, num_nodes = self.cache.batch_size, ids.shape[-1]
+        if ids.shape != (batch, num_nodes):
+            raise ValueError(f"HFTarget.{name}: ids must have shape ({batch}, T), got {tuple(ids.shape)}")
+        if depths.shape not in ((batch, num_nodes), (1, num_nodes)):
+            raise ValueError(
+                f"HFTarget.{name}: depths must have shape ({batch} or 1, {num_nodes}), got {tuple(depths.shape)}"
+            )
+
     def _check_prompts(self, ids: Tensor, lengths: Tensor) -> int:
         batch, longest = self.cache.batch_size, ids.shape[-1]
         if ids.shape != (batch, longest) or longest < 1:
@@ -183,3 +267,8 @@ class HFTarget:
         if lengths.device.type == "cpu" and not bool(((lengths >= 1) & (lengths <= longest)).all()):
             raise ValueError(f"HFTarget.prefill: lengths must be in [1, {longest}], got {lengths.tolist()}")
         return longest
+
+
+def _nothing(hidden: Tensor) -> Tensor:
+    """Choose no hidden state for the projection."""
+    return hidden[:, :0]

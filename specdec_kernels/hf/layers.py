@@ -1,0 +1,182 @@
+"""Run some of a decoder's layers through the model's own forward: positions, masks and norms stay the model's business.
+
+During a call the list of layers is another one of the same length, in which a layer that does not run is replaced by a
+stand-in that hands the hidden states on:
+
+    layers                     0       1       2       3       4       5
+    plan(stop=2)               run     run     tap     pass    pass    pass      the tap keeps what layer 1 gave
+    plan(start=2, hidden)      pass    enter   run     run     run     run       layer 1's place gives `hidden`
+    skipped_attention={1, 2},  run     no      pass    no      run     run
+    skipped_mlp={2, 3}                 attn.           MLP
+
+The model itself is not changed, nor does another model that shares its weights notice.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..decoding.protocols import LayerPlan
+
+# Blocks whose modules give a second value, which the layer drops.
+_TUPLE_MLPS = ("gpt_oss",)
+
+
+class _StandIn(nn.Module):
+    """Take the place of a layer and hand the hidden states on; what else the model asks of the layer is the layer's."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        # In a tuple, the layer is no submodule.
+        self._layer = (layer,)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._layer[0], name)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+class _Entry(_StandIn):
+    """Give the hidden states of a forward that has come this far already."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        return self.hidden
+
+
+class _Tap(_StandIn):
+    """Keep the hidden states that pass."""
+
+    seen: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        self.seen = hidden_states
+        return hidden_states
+
+
+class _NoAttention(_StandIn):
+    """Take the place of an attention block: it adds nothing to the residual, and caches nothing."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        return torch.zeros_like(hidden_states), None
+
+
+class _NoMlp(_StandIn):
+    """Take the place of an MLP."""
+
+    def __init__(self, block: nn.Module, gives_tuple: bool):
+        super().__init__(block)
+        self.gives_tuple = gives_tuple
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        zeros = torch.zeros_like(hidden_states)
+        return (zeros, None) if self.gives_tuple else zeros
+
+
+class LayerRunner:
+    """Run a decoder by plans.
+
+    Args:
+        model: a causal LM whose decoder keeps its layers in ``layers``, and they their blocks in ``self_attn`` and
+            ``mlp``: every supported family.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._decoder = model.base_model
+        self._gives_tuple = model.config.model_type in _TUPLE_MLPS
+        self._layers: list[Any] = [*self._decoder._modules["layers"].children()]  # type: ignore[union-attr]
+        self._lists: dict[LayerPlan, nn.ModuleList] = {}
+
+    @property
+    def num_layers(self) -> int:
+        """``L``."""
+        return len(self._layers)
+
+    def check(self, plan: LayerPlan) -> None:
+        """Raise ValueError unless the decoder has these layers."""
+        end = self.num_layers if plan.stop is None else plan.stop
+        if not 0 <= plan.start < end <= self.num_layers or plan.stop == self.num_layers:
+            raise ValueError(
+                f"HFTarget: a plan must have 0 <= start < stop < {self.num_layers} (stop None: to the end), got start "
+                f"{plan.start}, stop {plan.stop}"
+            )
+        for name in ("skipped_attention", "skipped_mlp"):
+            unknown = sorted(layer for layer in getattr(plan, name) if not 0 <= layer < self.num_layers)
+            if unknown:
+                raise ValueError(f"HFTarget: {name} must hold layers in [0, {self.num_layers}), got {unknown}")
+
+    @contextmanager
+    def planned(self, plan: LayerPlan, hidden: Tensor | None) -> Iterator[list[Tensor]]:
+        """Let the model run by a plan inside the block.
+
+        Args:
+            plan: which layers, valid.
+            hidden: ``(B, n, C)``, what the layers before ``plan.start`` gave; None when that is 0.
+
+        Yields:
+            A list that holds, after the block, what layer ``plan.stop − 1`` gave, if the plan has a stop.
+        """
+        layers = self._lists.get(plan)
+        if layers is None:
+            layers = self._lists[plan] = self._replaced(plan)
+        entries = [layer for layer in layers if isinstance(layer, _Entry)]
+        taps = [layer for layer in layers if isinstance(layer, _Tap)]
+        tapped: list[Tensor] = []
+        own = self._decoder._modules["layers"]
+        try:
+            self._decoder._modules["layers"] = layers
+            for entry in entries:
+                entry.hidden = hidden
+            yield tapped
+        finally:
+            self._decoder._modules["layers"] = own
+            tapped.extend(tap.seen for tap in taps if tap.seen is not None)
+            for entry in entries:
+                entry.hidden = None
+            for tap in taps:
+                tap.seen = None
+
+    @contextmanager
+    def tapped(self, layer: int | None, states: list[Tensor]) -> Iterator[None]:
+        """Append to ``states`` what the first ``layer`` layers give, in each forward in the block; None: nothing."""
+        if layer is None:
+            yield
+            return
+        with self._layers[layer - 1].register_forward_hook(lambda _, __, hidden: states.append(hidden)):
+            yield
+
+    def _replaced(self, plan: LayerPlan) -> nn.ModuleList:
+        stop = self.num_layers if plan.stop is None else plan.stop
+        layers: list[nn.Module] = []
+        for index, layer in enumerate(self._layers):
+            if plan.start <= index < stop:
+                layers.append(self._without_blocks(layer, index, plan))
+            else:
+                kind = _Entry if index == plan.start - 1 else _Tap if index == stop else _StandIn
+                layers.append(kind(layer))
+        return nn.ModuleList(layers)
+
+    def _without_blocks(self, layer: nn.Module, index: int, plan: LayerPlan) -> nn.Module:
+        skips = index in plan.skipped_attention, index in plan.skipped_mlp
+        if not any(skips):
+            return layer
+        if all(skips):
+            return _StandIn(layer)
+        # A copy of the layer's own dictionary: the same weights and hooks, another block.
+        twin = copy.copy(layer)
+        twin._modules = dict(layer._modules)
+        if skips[0]:
+            twin._modules["self_attn"] = _NoAttention(layer._modules["self_attn"])  # type: ignore[arg-type]
+        else:
+            twin._modules["mlp"] = _NoMlp(layer._modules["mlp"], self._gives_tuple)  # type: ignore[arg-type]
+        return twin
