@@ -20,9 +20,13 @@ namespace {
 using Results = std::tuple<Tensor, Tensor, Tensor>;
 
 // Waking the other threads costs about as much as reading this many logits.
-constexpr int64_t kPerThread = 1 << 15;
+constexpr int64_t kPerThread = 1 << 13;
 
-// Applies a rule to every batch row. Threads share the rows of a batch, or the ids of a row if there is but one.
+void on_all_threads(int64_t num_blocks, const void* body, void (*call)(const void*, int64_t, int64_t)) {
+  torch::stable::parallel_for(0, num_blocks, 2, [&](int64_t begin, int64_t end) { call(body, begin, end); });
+}
+
+// Applies a rule to every batch row. Threads share the rows of a large batch, and the ids of each row of a small one.
 Results run(Call* call, void (Walk::*rule)(int64_t)) {
   Problem& p = call->problem;
   Tensor output_ids = empty_cpu({p.batch, p.num_nodes}, aoti_torch_dtype_int64());
@@ -31,13 +35,14 @@ Results run(Call* call, void (Walk::*rule)(int64_t)) {
   p.output_ids = static_cast<int64_t*>(output_ids.mutable_data_ptr());
   p.num_accepted = static_cast<int32_t*>(num_accepted.mutable_data_ptr());
   p.accepted = static_cast<int32_t*>(accepted.mutable_data_ptr());
-  const bool has_threads = torch::stable::get_num_threads() > 1;
-  const bool by_row = p.batch > 1 && p.batch * p.vocab >= 2 * kPerThread;
+  const int64_t num_threads = torch::stable::get_num_threads();
+  const bool by_id = num_threads > 1 && p.vocab >= 2 * kPerThread && p.batch < 4 * num_threads;
+  const bool by_row = num_threads > 1 && !by_id && p.batch > 1 && p.batch * p.vocab >= 2 * kPerThread;
   const auto rows = [&](int64_t begin, int64_t end) {
-    Walk walk(p, has_threads && !by_row && p.vocab >= 2 * kPerThread);
+    Walk walk(p, by_id ? on_all_threads : nullptr);
     for (int64_t row = begin; row < end; ++row) (walk.*rule)(row);
   };
-  if (has_threads && by_row) {
+  if (by_row) {
     torch::stable::parallel_for(0, p.batch, 1, rows);
   } else if (p.batch > 0) {
     rows(0, p.batch);

@@ -1,113 +1,13 @@
 // Statistics of a block of logits, for the instruction set of the translation unit that includes this.
 #pragma once
 
-#include "cpu/vec.h"
+#include "cpu/vec_math.h"
 #include "cpu/verify.h"
+#include "cpu/verify_wide.h"
 
 namespace specdec {
 namespace verification {
 namespace {
-
-// As vec.h chooses: doubles of one register, and as many integers.
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
-#define SPECDEC_WIDE 8
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#define SPECDEC_WIDE 4
-#else
-#define SPECDEC_WIDE 2
-#endif
-constexpr int kWide = SPECDEC_WIDE;
-typedef double Wide __attribute__((vector_size(8 * kWide)));
-typedef int64_t WideInt __attribute__((vector_size(8 * kWide)));
-constexpr int kPerStep = 2 * kWide;
-
-SPECDEC_INLINE Wide wide(double x) { return x - Wide{}; }
-
-SPECDEC_INLINE Wide fma(Wide a, Wide b, Wide c) {
-#if SPECDEC_WIDE == 8
-  return Wide(_mm512_fmadd_pd(__m512d(a), __m512d(b), __m512d(c)));
-#elif SPECDEC_WIDE == 4
-  return Wide(_mm256_fmadd_pd(__m256d(a), __m256d(b), __m256d(c)));
-#else
-  return a * b + c;
-#endif
-}
-
-// b when either is NaN.
-SPECDEC_INLINE Wide max(Wide a, Wide b) {
-#if SPECDEC_WIDE == 8
-  return Wide(_mm512_max_pd(__m512d(a), __m512d(b)));
-#elif SPECDEC_WIDE == 4
-  return Wide(_mm256_max_pd(__m256d(a), __m256d(b)));
-#else
-  return a > b ? a : b;
-#endif
-}
-
-SPECDEC_INLINE double sum(Wide a) {
-  double total = 0;
-  for (int i = 0; i < kWide; ++i) total += a[i];
-  return total;
-}
-
-// kPerStep logits.
-struct Pair {
-  Wide low, high;
-};
-
-SPECDEC_INLINE Pair widen(const FloatVec& x) {
-#if SPECDEC_WIDE == 8
-  return {Wide(_mm512_cvtps_pd(_mm512_castps512_ps256(x.v))), Wide(_mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1)))};
-#elif SPECDEC_WIDE == 4
-  return {Wide(_mm256_cvtps_pd(_mm256_castps256_ps128(x.v))), Wide(_mm256_cvtps_pd(_mm256_extractf128_ps(x.v, 1)))};
-#else
-  return {Wide{x.v[0], x.v[1]}, Wide{x.v[2], x.v[3]}};
-#endif
-}
-
-template <class T>
-SPECDEC_INLINE Pair load(const T* p) {
-  static_assert(FloatVec::kLanes == kPerStep);
-  return widen(FloatVec::load_some(p, kPerStep));
-}
-SPECDEC_INLINE Pair load(const double* p) {
-  Pair to;
-  std::memcpy(&to, p, sizeof(to));
-  return to;
-}
-
-SPECDEC_INLINE double to_double(double x) { return x; }
-template <class T>
-SPECDEC_INLINE double to_double(T x) {
-  return to_float(x);
-}
-
-// 2^t for t <= 0, relative error below 3e-12, exactly 1 at 0: t = n + f with n whole and |f| <= 1/2, and 2^f by a
-// minimax polynomial. Below the smallest normal number the result is 0 or subnormal. NaN stays NaN.
-SPECDEC_INLINE Wide exp2(Wide t) {
-  const Wide x = max(wide(-1100.0), t);
-#if SPECDEC_WIDE == 8
-  const Wide n = Wide(_mm512_roundscale_pd(__m512d(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#else
-  const Wide magic = wide(0x1.8p52), shifted = x + magic;  // ends in n as an integer
-  const Wide n = shifted - magic;
-#endif
-  const Wide f = x - n;
-  Wide p = fma(wide(1.325080551750225e-06), f, wide(1.5303700711365693e-05));
-  p = fma(p, f, wide(1.5403475186530786e-04));
-  p = fma(p, f, wide(1.3333478473685416e-03));
-  p = fma(p, f, wide(9.6181291352361400e-03));
-  p = fma(p, f, wide(5.5504109063258665e-02));
-  p = fma(p, f, wide(2.4022650695888503e-01));
-  p = fma(p, f, wide(6.9314718055683240e-01));
-  p = fma(p, f, wide(1.0));
-#if SPECDEC_WIDE == 8
-  return Wide(_mm512_scalef_pd(__m512d(p), __m512d(n)));
-#else
-  const WideInt is_nan = t != t, is_tiny = t < wide(-1020.0);
-  return Wide(((WideInt(p) + (WideInt(shifted) << 52)) & ~is_tiny) | (WideInt(t) & is_nan));
-#endif
-}
 
 // Compares in the type of the logits: vectors of fp32, and of doubles for doubles.
 struct WideVec {
@@ -189,6 +89,57 @@ Sums sums(const void* logits, int64_t count, double largest, double scale) {
   return {sum(weights), sum(logs)};
 }
 
+// e^(x / kUnit) in fp32; 0 for -inf, NaN for NaN.
+#if SPECDEC_WIDE == 8
+constexpr double kUnit = 1.4426950408889634;  // log2(e)
+SPECDEC_INLINE FloatVec rough_power(FloatVec x) { return FloatVec::exp2(x); }
+#else
+constexpr double kUnit = 1.0;
+SPECDEC_INLINE FloatVec rough_power(const FloatVec& x) { return exp(x); }
+#endif
+
+template <class T, class Body>
+SPECDEC_INLINE void each_vec(const T* p, int64_t count, const Body& body) {
+  constexpr int kLanes = FloatVec::kLanes;
+  const FloatVec none = FloatVec::all(-__builtin_inff());
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
+    SPECDEC_UNROLL_LOOP
+    for (int k = 0; k < 4; ++k) body(k, i + k * kLanes, FloatVec::load_some(p + i + k * kLanes, kLanes));
+  }
+  for (; i < count; i += kLanes) {
+    const int left = static_cast<int>(smaller<int64_t>(count - i, kLanes));
+    body(0, i, FloatVec::inside(0, left, FloatVec::load_some(p + i, left), none));
+  }
+}
+
+template <class T>
+RoughSum rough_sum(const void* logits, int64_t count, double scale, int64_t ahead) {
+  const T* const p = static_cast<const T*>(logits);
+  FloatVec most[4], sums[4];
+  for (int k = 0; k < 4; ++k) {
+    most[k] = FloatVec::all(-__builtin_inff());
+    sums[k] = FloatVec::all(0.0f);
+  }
+  each_vec(p, count, [&](int k, int64_t, const FloatVec& x) { most[k] = FloatVec::max(x, most[k]); });
+  const float top = FloatVec::max(FloatVec::max(most[0], most[1]), FloatVec::max(most[2], most[3])).largest();
+  // The largest of NaN and -inf is -inf here.
+  if (!(top > -__builtin_inff())) return {largest<T>(logits, count), 0.0};
+  const FloatVec shift = FloatVec::all(top), factor = FloatVec::all(static_cast<float>(scale * (kUnit * kLn2)));
+  each_vec(p, count, [&](int k, int64_t i, const FloatVec& x) {
+    if (i < ahead) __builtin_prefetch(p + count + i);
+    sums[k] = sums[k] + rough_power((x - shift) * factor);
+  });
+  const double total = ((sums[0] + sums[1]) + (sums[2] + sums[3])).sum();
+  return {total == total ? static_cast<double>(top) : total, total};
+}
+template <>
+RoughSum rough_sum<double>(const void* logits, int64_t count, double scale, int64_t) {
+  const double top = largest<double>(logits, count);
+  const bool is_finite = top - top == 0;
+  return {top, is_finite ? sums<double, false>(logits, count, top, scale).weight : 0.0};
+}
+
 template <class T>
 void weights(const void* logits, int64_t count, double largest, double scale, double* out) {
   const T* const p = static_cast<const T*>(logits);
@@ -209,9 +160,37 @@ int64_t find(const void* logits, int64_t count, double value) {
   return i;
 }
 
+inline double sum_of(const double* x, int64_t count) {
+  Wide low = wide(0), high = wide(0);
+  int64_t i = 0;
+  for (; i + kPerStep <= count; i += kPerStep) {
+    const Pair pair = load(x + i);
+    low += pair.low;
+    high += pair.high;
+  }
+  double total = sum(low + high);
+  for (; i < count; ++i) total += x[i];
+  return total;
+}
+
+inline void subtract(double* x, const double* y, int64_t count, double scale, double y_scale) {
+  int64_t i = 0;
+  for (; i + kPerStep <= count; i += kPerStep) {
+    const Pair a = load(x + i), b = load(y + i);
+    const Wide rest[2] = {max(a.low * scale - b.low * y_scale, wide(0)),
+                          max(a.high * scale - b.high * y_scale, wide(0))};
+    std::memcpy(x + i, rest, sizeof(rest));
+  }
+  for (; i < count; ++i) {
+    const double rest = x[i] * scale - y[i] * y_scale;
+    x[i] = rest > 0 ? rest : 0;
+  }
+}
+
 template <class T>
 const RowKernel* kernel_for() {
-  static constexpr RowKernel kKernel = {largest<T>, sums<T, false>, sums<T, true>, weights<T>, find<T>};
+  static constexpr RowKernel kKernel = {rough_sum<T>, largest<T>, sums<T, false>, sums<T, true>,
+                                        weights<T>,   find<T>,    sum_of,         subtract};
   return &kKernel;
 }
 

@@ -1,8 +1,6 @@
 // The distribution at one node: a row of logits under a temperature, read block by block.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -22,47 +20,85 @@ struct Logits {
   const RowKernel* kernel = nullptr;
 };
 
-// Runs body(first block, last block) over all blocks, on several threads if `parallel`.
+// Shares out blocks 0 ... num_blocks - 1: call(body, begin, end) on several threads. Null: this thread does all.
+using Threads = void (*)(int64_t num_blocks, const void* body,
+                         void (*call)(const void* body, int64_t begin, int64_t end));
+
 template <class Body>
-void for_blocks(int64_t num_ids, bool parallel, const Body& body) {
-  const int64_t blocks = (num_ids + kBlock - 1) / kBlock;
-  if (parallel) {
-    torch::stable::parallel_for(0, blocks, 4, body);
+void for_blocks(int64_t num_blocks, Threads threads, const Body& body) {
+  if (threads) {
+    threads(num_blocks, &body,
+            [](const void* body, int64_t begin, int64_t end) { (*static_cast<const Body*>(body))(begin, end); });
   } else {
-    body(0, blocks);
+    body(0, num_blocks);
   }
 }
 
-// A softmax. `load` reads the row once; the rest reads single logits or blocks of it again.
+// How a row is read.
+enum class Reading : uint8_t {
+  kLargest,  // its largest logit
+  kRough,    // and the sum of its weights, to kRough of itself
+  kExact,
+  kEntropy,  // and what the entropy takes
+};
+
+// A softmax. Reading it touches each logit once; the rest reads single logits or blocks of it again.
 class Law {
  public:
-  // Reads a row, with what the entropy takes if asked for, and returns false if it cannot be judged: a NaN, +inf, or
-  // nothing but -inf.
-  bool load(const Logits& logits, int64_t node, double temperature, bool parallel, bool entropy = false) {
-    const auto sum = entropy ? logits.kernel->entropy_sums : logits.kernel->sums;
-    if (!find_largest_and(logits, node, temperature, parallel, sum)) return false;
-    total_ = weight_log2_ = 0;
-    for (size_t b = 0; b < blocks_.size(); ++b) {
-      if (largest_of_[b] == -kInf) {
-        blocks_[b] = 0;
-        continue;
-      }
-      const double shift = (largest_of_[b] - largest_) * scale_, factor = std::exp2(shift);
-      if (factor > 0) weight_log2_ += factor * (logs_[b] + shift * blocks_[b]);
-      blocks_[b] *= factor;
-      total_ += blocks_[b];
-    }
-    return std::isfinite(total_);
+  // What is to be read, and how.
+  void start(const Logits& logits, int64_t node, double temperature, Reading reading) {
+    kernel_ = logits.kernel;
+    row_ = logits.data + node * logits.node_stride;
+    element_bytes_ = logits.element_bytes;
+    size_ = logits.size;
+    temperature_ = temperature;
+    scale_ = 1.0 / kLn2 / temperature;
+    // In fp32 the scale must be a normal number.
+    reading_ = reading == Reading::kRough && scale_ < 0x1p-100 ? Reading::kExact : reading;
+    const int64_t count = (size_ + kBlock - 1) / kBlock;
+    largest_of_.resize(count);
+    blocks_.assign(count, 0.0);
+    logs_.assign(count, 0.0);
+  }
+
+  // Reads it. False if it cannot be judged: a NaN, +inf, or nothing but -inf.
+  bool load(Threads threads) {
+    for_blocks(num_blocks(), threads, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) read(b);
+    });
+    return finish();
+  }
+
+  // Two rows side by side.
+  static bool load_both(Law* first, Law* second, Threads threads) {
+    const int64_t borders = first->num_blocks();
+    for_blocks(borders + second->num_blocks(), threads, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) b < borders ? first->read(b) : second->read(b - borders);
+    });
+    return first->finish() && second->finish();
+  }
+
+  // Sums a row that was read roughly again.
+  void refine(Threads threads) {
+    if (reading_ != Reading::kRough) return;
+    reading_ = Reading::kExact;
+    for_blocks(num_blocks(), threads, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) sum_exactly(b);
+    });
+    add_blocks();
   }
 
   // The first id of the largest logit of a row, or -1 if the row cannot be judged.
-  int64_t load_argmax(const Logits& logits, int64_t node, bool parallel) {
-    if (!find_largest_and(logits, node, 1.0, parallel, nullptr)) return -1;
+  int64_t load_argmax(const Logits& logits, int64_t node, Threads threads) {
+    start(logits, node, 1.0, Reading::kLargest);
+    if (!load(threads)) return -1;
     const int64_t b = std::find(largest_of_.begin(), largest_of_.end(), largest_) - largest_of_.begin();
     return b * kBlock + kernel_->find(at(b * kBlock), block_size(b), largest_);
   }
 
+  bool is_rough() const { return reading_ == Reading::kRough; }
   int64_t size() const { return size_; }
+  int64_t num_blocks() const { return static_cast<int64_t>(largest_of_.size()); }
   int64_t block_size(int64_t b) const { return std::min(kBlock, size_ - b * kBlock); }
   double total() const { return total_; }
   // Sums of the weights of each block.
@@ -75,48 +111,66 @@ class Law {
   void weights(int64_t first, int64_t count, double* out) const {
     kernel_->weights(at(first), count, largest_, scale_, out);
   }
+  const RowKernel& kernel() const { return *kernel_; }
   // In nats.
   double entropy() const { return kLn2 * (std::log2(total_) - weight_log2_ / total_); }
 
  private:
   static constexpr double kInf = std::numeric_limits<double>::infinity();
-  static constexpr double kLn2 = 0.693147180559945309417;
 
   const char* at(int64_t id) const { return row_ + id * element_bytes_; }
 
-  // The largest logit of each block and of the row; with `sum`, each block's sums relative to its largest.
-  bool find_largest_and(const Logits& logits, int64_t node, double temperature, bool parallel,
-                        decltype(RowKernel::sums) sum) {
-    kernel_ = logits.kernel;
-    row_ = logits.data + node * logits.node_stride;
-    element_bytes_ = logits.element_bytes;
-    size_ = logits.size;
-    scale_ = 1.0 / kLn2 / temperature;
-    const int64_t count = (size_ + kBlock - 1) / kBlock;
-    largest_of_.resize(count);
-    blocks_.resize(count);
-    logs_.resize(count);
-    for_blocks(size_, parallel, [&](int64_t begin, int64_t end) {
-      for (int64_t b = begin; b < end; ++b) {
-        const double largest = largest_of_[b] = kernel_->largest(at(b * kBlock), block_size(b));
-        if (!sum || !std::isfinite(largest)) continue;
-        const Sums sums = sum(at(b * kBlock), block_size(b), largest, scale_);
-        blocks_[b] = sums.weight;
-        logs_[b] = sums.weight_log2;
-      }
-    });
+  void read(int64_t b) {
+    const char* const from = at(b * kBlock);
+    const int64_t count = block_size(b);
+    if (reading_ == Reading::kRough) {
+      const RoughSum sum = kernel_->rough_sum(from, count, scale_, size_ - b * kBlock - count);
+      largest_of_[b] = sum.largest;
+      blocks_[b] = sum.weight;
+      return;
+    }
+    largest_of_[b] = kernel_->largest(from, count);
+    if (reading_ != Reading::kLargest) sum_exactly(b);
+  }
+
+  bool finish() {
     largest_ = -kInf;
     for (const double x : largest_of_) {
       if (std::isnan(x)) return false;
       largest_ = std::max(largest_, x);
     }
-    return std::isfinite(largest_ / temperature);
+    if (!std::isfinite(largest_ / temperature_)) return false;
+    add_blocks();
+    return std::isfinite(total_);
+  }
+
+  // Relative to the largest weight of the block.
+  void sum_exactly(int64_t b) {
+    if (!std::isfinite(largest_of_[b])) return;
+    const auto sum = reading_ == Reading::kEntropy ? kernel_->entropy_sums : kernel_->sums;
+    const Sums sums = sum(at(b * kBlock), block_size(b), largest_of_[b], scale_);
+    blocks_[b] = sums.weight;
+    logs_[b] = sums.weight_log2;
+  }
+
+  // Makes the sums of the blocks relative to the largest weight of all, and adds them.
+  void add_blocks() {
+    total_ = weight_log2_ = 0;
+    for (size_t b = 0; b < blocks_.size(); ++b) {
+      if (largest_of_[b] == -kInf) continue;
+      const double shift = (largest_of_[b] - largest_) * scale_, factor = std::exp2(shift);
+      if (factor > 0) weight_log2_ += factor * (logs_[b] + shift * blocks_[b]);
+      blocks_[b] *= factor;
+      total_ += blocks_[b];
+    }
   }
 
   const RowKernel* kernel_ = nullptr;
   const char* row_ = nullptr;
   int64_t element_bytes_ = 0;
   int64_t size_ = 0;
+  Reading reading_ = Reading::kExact;
+  double temperature_ = 0;
   double scale_ = 0;
   double largest_ = 0;
   double total_ = 0;

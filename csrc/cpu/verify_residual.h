@@ -1,12 +1,14 @@
 // What the target still wants at a node while its children are judged, and what they are drawn from.
 #pragma once
 
+#include <numeric>
+
 #include "cpu/verify_law.h"
 
 namespace specdec {
 namespace verification {
 
-// Less than this share of a sum is not found by subtraction but by summing again.
+// Less than this share of a sum is not found by subtracting from it but by summing again.
 constexpr double kCancels = 1e-3;
 
 // q over the target's ids, without those that were rejected.
@@ -17,19 +19,29 @@ class Draft {
     with_replacement_ = with_replacement;
   }
 
-  bool load(const Logits& logits, int64_t node, double temperature, int64_t num_ids, bool parallel) {
+  // Before its law is read, and after.
+  Law* start(const Logits& logits, int64_t node, double temperature, int64_t num_ids, Threads threads,
+             Reading reading) {
     num_ids_ = num_ids;
-    parallel_ = parallel;
+    threads_ = threads;
     removed_.clear();
-    const bool readable = law_.load(logits, node, temperature, parallel);
-    norm_ = rest_ = law_.total();
-    if (vocab_ && readable) {
-      for (const int64_t column : vocab_->dropped()) rest_ -= law_.weight(column);
-      if (rest_ < kCancels * norm_) rest_ = summed();
-    }
-    return readable;
+    law_.start(logits, node, temperature, reading);
+    return &law_;
+  }
+  void finish() {
+    norm_ = rest_ = fresh_ = law_.total();
+    if (!vocab_ || law_.is_rough()) return;
+    for (const int64_t column : vocab_->dropped()) rest_ -= law_.weight(column);
+    if (rest_ < kCancels * fresh_) sum_again();
   }
 
+  // Makes norm() exact; before, its relative error is within error().
+  void refine() {
+    if (!law_.is_rough()) return;
+    law_.refine(threads_);
+    finish();
+  }
+  double error() const { return law_.is_rough() ? kRough : 0; }
   double norm() const { return norm_; }
   size_t num_removed() const { return removed_.size(); }
   const std::vector<int64_t>& removed() const { return removed_; }
@@ -50,11 +62,11 @@ class Draft {
 
   void remove(int64_t id) {
     if (with_replacement_ || norm_ <= 0) return;
+    refine();
     if (std::find(removed_.begin(), removed_.end(), id) == removed_.end()) {
-      const double before = rest_;
       rest_ -= raw(id);
       removed_.push_back(id);
-      if (rest_ < kCancels * before) rest_ = summed();
+      if (rest_ < kCancels * fresh_) sum_again();
     }
     norm_ = rest_;
   }
@@ -67,9 +79,9 @@ class Draft {
   }
 
   // The weights that are left, one by one.
-  double summed() const {
+  void sum_again() {
     std::vector<double> sums((num_ids_ + kBlock - 1) / kBlock);
-    for_blocks(num_ids_, parallel_, [&](int64_t begin, int64_t end) {
+    for_blocks(static_cast<int64_t>(sums.size()), threads_, [&](int64_t begin, int64_t end) {
       double w[kBlock];
       for (int64_t b = begin; b < end; ++b) {
         const int64_t first = b * kBlock, count = std::min(kBlock, num_ids_ - first);
@@ -77,21 +89,20 @@ class Draft {
         for (const int64_t id : removed_) {
           if (id >= first && id < first + count) w[id - first] = 0;
         }
-        for (int64_t i = 0; i < count; ++i) sums[b] += w[i];
+        sums[b] = law_.kernel().sum(w, count);
       }
     });
-    double total = 0;
-    for (const double x : sums) total += x;
-    return total;
+    rest_ = fresh_ = std::accumulate(sums.begin(), sums.end(), 0.0);
   }
 
   const DraftVocab* vocab_ = nullptr;
   bool with_replacement_ = false;
-  bool parallel_ = false;
+  Threads threads_ = nullptr;
   Law law_;
   int64_t num_ids_ = 0;
-  double norm_ = 0;  // what the weights are divided by: the sum of those in the law that the next child came from
-  double rest_ = 0;  // the sum of those on the target's ids that are not removed
+  double norm_ = 0;   // what the weights are divided by: the sum of those in the law that the next child came from
+  double rest_ = 0;   // the sum of those on the target's ids that are not removed
+  double fresh_ = 0;  // what it was when it was last summed
   std::vector<int64_t> removed_;
 };
 
@@ -99,16 +110,25 @@ class Draft {
 // it is asked for.
 class Residual {
  public:
-  bool load(const Logits& logits, int64_t node, double temperature, bool parallel) {
-    parallel_ = parallel;
+  // Before its law is read, and after.
+  Law* start(const Logits& logits, int64_t node, double temperature, Threads threads, Reading reading) {
+    threads_ = threads;
     steps_.clear();
-    const bool readable = law_.load(logits, node, temperature, parallel);
-    mass_ = law_.total();
+    law_.start(logits, node, temperature, reading);
+    return &law_;
+  }
+  void finish() {
+    mass_ = fresh_ = law_.total();
+    is_rough_ = law_.is_rough();
     blocks_ = law_.blocks();
-    return readable;
   }
 
-  const Law& law() const { return law_; }
+  // Makes mass() exact; before, its relative error is within error().
+  void refine(const Draft& draft) {
+    if (is_rough_) sum_again(draft);
+  }
+  double error() const { return is_rough_ ? kRough * fresh_ / mass_ : 0; }
+
   double mass() const { return mass_; }
 
   double prob(int64_t id, const Draft& draft) const {
@@ -122,7 +142,7 @@ class Residual {
     double w;
     weights(id, 1, draft, &w);
     if (!(w > 0)) return true;
-    if (mass_ - w < kCancels * mass_) return take({id, 0, 0, 0}, draft);
+    if (mass_ - w < kCancels * fresh_) return take({id, 0, 0, 0}, draft);
     steps_.push_back({id, 0, 0, 0});
     mass_ -= w;
     double& block = blocks_[id / kBlock];
@@ -130,13 +150,14 @@ class Residual {
     return true;
   }
 
-  // p becomes max(share * p - q, 0), in the same way.
+  // p becomes max(share * p - q, 0), in the same way. Both sums must be exact.
   bool take_drawn(const Draft& draft, double share = 1) {
     return take({-1, share / mass_, 1 / draft.norm(), draft.num_removed()}, draft);
   }
 
   // The first id whose cumulative weight exceeds u of the sum; never one of weight 0.
-  int64_t draw(double u, const Draft& draft) const {
+  int64_t draw(double u, const Draft& draft) {
+    refine(draft);
     double total = 0;
     for (const double x : blocks_) total += x;
     const double level = std::min(u * total, std::nextafter(total, 0.0));
@@ -189,39 +210,42 @@ class Residual {
         const int64_t id = draft.removed()[removed];
         if (id >= first && id < first + count) q[id - first] = 0;
       }
-      for (int64_t i = 0; i < count; ++i) {
-        const double rest = out[i] * step.scale - q[i] * step.q_scale;
-        out[i] = rest > 0 ? rest : 0;
-      }
+      law_.kernel().subtract(out, q, count, step.scale, step.q_scale);
     }
   }
 
   bool take(const Step& step, const Draft& draft) {
     steps_.push_back(step);
+    if (sum_again(draft)) return true;
+    steps_.pop_back();
+    return false;
+  }
+
+  // Returns false and changes nothing if nothing remains.
+  bool sum_again(const Draft& draft) {
     std::vector<double> sums(blocks_.size());
-    for_blocks(law_.size(), parallel_, [&](int64_t begin, int64_t end) {
+    for_blocks(law_.num_blocks(), threads_, [&](int64_t begin, int64_t end) {
       double w[kBlock];
       for (int64_t b = begin; b < end; ++b) {
         const int64_t count = law_.block_size(b);
         weights(b * kBlock, count, draft, w);
-        for (int64_t i = 0; i < count; ++i) sums[b] += w[i];
+        sums[b] = law_.kernel().sum(w, count);
       }
     });
-    double total = 0;
-    for (const double x : sums) total += x;
-    if (!(total > 0)) {
-      steps_.pop_back();
-      return false;
-    }
-    mass_ = total;
+    const double total = std::accumulate(sums.begin(), sums.end(), 0.0);
+    if (!(total > 0)) return false;
+    mass_ = fresh_ = total;
+    is_rough_ = false;
     blocks_.swap(sums);
     return true;
   }
 
-  bool parallel_ = false;
+  Threads threads_ = nullptr;
   Law law_;
   std::vector<Step> steps_;
   double mass_ = 0;
+  double fresh_ = 0;  // what it was when it was last summed
+  bool is_rough_ = false;
   std::vector<double> blocks_;
 };
 

@@ -42,7 +42,7 @@ struct Problem {
 
 class Walk {
  public:
-  Walk(const Problem& problem, bool parallel) : p_(problem), parallel_(parallel) {
+  Walk(const Problem& problem, Threads threads) : p_(problem), threads_(threads) {
     q_.start(p_.draft_vocab, p_.with_replacement);
   }
 
@@ -88,47 +88,80 @@ class Walk {
     const int64_t x = id(node);
     return x >= 0 && x < p_.vocab;
   }
-  bool load_target(int64_t node) { return residual_.load(target_, node, temperature_, parallel_); }
-  bool load_draft(int64_t node) { return q_.load(draft_, node, temperature_, p_.vocab, parallel_); }
+  // Reads the target's row of a node.
+  bool load_target(int64_t node) {
+    if (!residual_.start(target_, node, temperature_, threads_, Reading::kExact)->load(threads_)) return false;
+    residual_.finish();
+    return true;
+  }
+  // Reads what its children are judged by: the target's row, and the drafter's if there is one.
+  bool load_both(int64_t node, Reading reading) {
+    Law* const p = residual_.start(target_, node, temperature_, threads_, reading);
+    if (!draft_.data) {
+      if (!p->load(threads_)) return false;
+    } else {
+      Law* const q = q_.start(draft_, node, temperature_, p_.vocab, threads_, reading);
+      if (!Law::load_both(p, q, threads_)) return false;
+      q_.finish();
+    }
+    residual_.finish();
+    return true;
+  }
+  void refine() {
+    if (draft_.data) q_.refine();
+    residual_.refine(q_);
+  }
+  double law_of(int64_t x) const { return draft_.data ? q_.prob(x) : 0; }
 
   bool greedy_tree() {
     int64_t current = 0;
-    final_ = law_.load_argmax(target_, 0, parallel_);
+    final_ = law_.load_argmax(target_, 0, threads_);
     for (int64_t node = 1; node < in_use_ && final_ >= 0; ++node) {
       if (parent(node) != current || !usable(node) || id(node) != final_) continue;
       accept(current = node);
-      final_ = law_.load_argmax(target_, node, parallel_);
+      final_ = law_.load_argmax(target_, node, threads_);
     }
     return final_ >= 0;
   }
 
   bool sampled_tree() {
     int64_t current = 0;
-    bool has_q = false;
-    if (!load_target(0)) return false;
+    bool is_loaded = false;
     for (int64_t node = 1; node < in_use_; ++node) {
       if (parent(node) != current || !usable(node)) continue;
-      if (draft_.data && !has_q) {
-        if (!load_draft(current)) return false;
-        has_q = true;
-      }
-      const int64_t x = id(node);
-      const double law_x = has_q ? q_.prob(x) : 0;
-      if (uniform(node) * (law_x == 0 ? 1 : law_x) < residual_.prob(x, q_)) {
+      if (!is_loaded && !load_both(current, Reading::kRough)) return false;
+      is_loaded = true;
+      if (passes(node)) {
         accept(current = node);
-        has_q = false;
-        if (!load_target(node)) return false;
-        continue;
-      }
-      if (law_x == 0) {
-        residual_.take_chosen(x, q_);
+        is_loaded = false;
       } else {
-        residual_.take_drawn(q_);
+        reject(id(node));
       }
-      if (has_q) q_.remove(x);
     }
+    if (!is_loaded && !load_target(current)) return false;
     final_ = residual_.draw(uniform(0), q_);
     return true;
+  }
+
+  // Whether u * q(x) < p(x). Where rough sums leave it open, exact ones are made.
+  bool passes(int64_t node) {
+    const int64_t x = id(node);
+    const double u = uniform(node), law_x = law_of(x);
+    const double left = u * (law_x == 0 ? 1 : law_x), right = residual_.prob(x, q_);
+    const double doubt = (law_x == 0 ? 0 : left * q_.error()) + right * residual_.error();
+    if (std::abs(left - right) >= doubt) return left < right;
+    refine();
+    return u * (law_x == 0 ? 1 : q_.prob(x)) < residual_.prob(x, q_);
+  }
+
+  void reject(int64_t x) {
+    if (law_of(x) == 0) {
+      residual_.take_chosen(x, q_);
+    } else {
+      refine();
+      residual_.take_drawn(q_);
+    }
+    if (draft_.data) q_.remove(x);
   }
 
   // Nodes 1 ... this many are in use.
@@ -143,7 +176,7 @@ class Walk {
     const int64_t length = chain_length();
     bool is_right = true;
     for (int64_t node = 0; node <= length; ++node) {
-      const int64_t best = law_.load_argmax(target_, node, parallel_);
+      const int64_t best = law_.load_argmax(target_, node, threads_);
       if (best < 0) return false;
       if (!is_right) continue;
       final_ = best;
@@ -159,8 +192,8 @@ class Walk {
     double weight = 1, kept_weight = 1;
     for (int64_t node = 0; node < length; ++node) {
       const int64_t x = id(node + 1);
-      if (!load_target(node) || (draft_.data && !load_draft(node))) return false;
-      const double p_x = residual_.prob(x, q_), law_x = draft_.data ? q_.prob(x) : 0;
+      if (!load_both(node, Reading::kExact)) return false;
+      const double p_x = residual_.prob(x, q_), law_x = law_of(x);
       const double mass = leave(weight, x, p_x, law_x), all = mass + 1 - weight;
       const double share = all > 0 ? mass / all : 1;
       if (node > 0 && uniform(node) < share) {
@@ -174,9 +207,8 @@ class Walk {
     for (int64_t node = 1; node <= kept; ++node) accept(node);
     if (kept < length) {
       const int64_t x = id(kept + 1);
-      load_target(kept);
-      if (draft_.data) load_draft(kept);
-      leave(kept_weight, x, residual_.prob(x, q_), draft_.data ? q_.prob(x) : 0);
+      load_both(kept, Reading::kExact);
+      leave(kept_weight, x, residual_.prob(x, q_), law_of(x));
     }
     final_ = residual_.draw(uniform(0), q_);
     return true;
@@ -201,7 +233,7 @@ class Walk {
     for (int64_t node = last; node > 0; node = parent(node)) accept(node);
     std::reverse(path_.begin(), path_.end());
     if (is_greedy_) {
-      final_ = law_.load_argmax(target_, last, parallel_);
+      final_ = law_.load_argmax(target_, last, threads_);
       return final_ >= 0;
     }
     if (!load_target(last)) return false;
@@ -216,8 +248,8 @@ class Walk {
     for (int64_t child = node + 1; child < in_use_; ++child) {
       if (parent(child) != node || !usable(child)) continue;
       if (!is_loaded) {
-        best = is_greedy_ ? law_.load_argmax(target_, node, parallel_) : -1;
-        if (is_greedy_ ? best < 0 : !law_.load(target_, node, temperature_, parallel_, true)) return false;
+        best = is_greedy_ ? law_.load_argmax(target_, node, threads_) : -1;
+        if (is_greedy_ ? best < 0 : !load_entropy(node)) return false;
         threshold = std::min(is_greedy_ ? p_.delta : p_.delta * std::exp(-law_.entropy()), p_.epsilon);
         is_loaded = true;
       }
@@ -225,6 +257,11 @@ class Walk {
       if (prob > threshold) depth_[child] = depth_[node] + 1;
     }
     return true;
+  }
+
+  bool load_entropy(int64_t node) {
+    law_.start(target_, node, temperature_, Reading::kEntropy);
+    return law_.load(threads_);
   }
 
   void accept(int64_t node) { path_.push_back(static_cast<int32_t>(node)); }
@@ -245,7 +282,7 @@ class Walk {
   }
 
   const Problem& p_;
-  const bool parallel_;
+  const Threads threads_;
   int64_t row_ = 0;
   Logits target_, draft_;
   float temperature_ = 0;

@@ -78,9 +78,9 @@ def test_many_rows(isa, vocab, dtype):
 
 
 def uniforms_around(boundary):
-    """Return the uniforms 2 fp32 steps below and above a boundary, where agreement is owed again, ``(2,) float64``."""
+    """Return uniforms 2 fp32 steps below and above a boundary, where agreement is owed again, ``(2, …) float64``."""
     step = 2 * 2.0**-24
-    return torch.tensor([boundary - step, boundary + step], dtype=torch.float64)
+    return torch.stack([torch.as_tensor(boundary, dtype=torch.float64) + sign * step for sign in (-1, 1)])
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
@@ -99,6 +99,21 @@ def test_boundary_of_a_decision(isa, vocab, drawn):
         counts.append(result.num_accepted.item())
         assert 0 <= result.output_ids[0, 0] < vocab
     assert (counts[0], counts[2]) == (1, 0)
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
+def test_boundary_where_rounding_errors_add_up(isa, drawn):
+    """A flat row errs in the same direction at every id, so a sum in fp32 is off by far more than 2 steps."""
+    rows = torch.linspace(-12, -8, 20)[:, None].repeat(1, 32_000)
+    rows[:, 5] = 0
+    target, law = rows, (rows * 1.2 if drawn else None)
+    boundary = target.double().softmax(-1)[:, 5]
+    if drawn:
+        boundary = boundary / law.double().softmax(-1)[:, 5]
+    u = torch.stack([torch.full((40,), 0.5), uniforms_around(boundary).flatten()], dim=1)
+    laws = law.repeat(2, 1)[:, None] if drawn else None
+    ids, targets = torch.full((40, 1), 5), target.repeat(2, 1)[:, None].expand(40, 2, -1)
+    assert verify_chain(ids, targets, laws, torch.ones(40), u).num_accepted.tolist() == [1] * 20 + [0] * 20
 
 
 @pytest.mark.parametrize("vocab", [17, 4096, 32000])
