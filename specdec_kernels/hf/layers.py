@@ -23,17 +23,18 @@ from transformers import PreTrainedModel
 
 from ..decoding.protocols import LayerPlan
 
-# Blocks whose modules give a second value, which the layer drops.
+# Families whose MLP gives a second value, which the layer drops.
 _TUPLE_MLPS = ("gpt_oss",)
 
 
 class _StandIn(nn.Module):
     """Take the place of a layer and hand the hidden states on; what else the model asks of the layer is the layer's."""
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: nn.Module, gives_tuple: bool):
         super().__init__()
         # In a tuple, the layer is no submodule.
         self._layer = (layer,)
+        self.gives_tuple = gives_tuple
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -41,8 +42,13 @@ class _StandIn(nn.Module):
         except AttributeError:
             return getattr(self._layer[0], name)
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def pass_on(self, hidden_states: Tensor) -> Tensor:
+        """Return what goes to the next layer."""
         return hidden_states
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        passed = self.pass_on(hidden_states)
+        return (passed, None) if self.gives_tuple else passed
 
 
 class _Entry(_StandIn):
@@ -50,8 +56,8 @@ class _Entry(_StandIn):
 
     hidden: Tensor | None = None
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        return self.hidden
+    def pass_on(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states if self.hidden is None else self.hidden
 
 
 class _Tap(_StandIn):
@@ -59,32 +65,20 @@ class _Tap(_StandIn):
 
     seen: Tensor | None = None
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def pass_on(self, hidden_states: Tensor) -> Tensor:
         self.seen = hidden_states
         return hidden_states
 
 
-class _NoAttention(_StandIn):
-    """Take the place of an attention block: it adds nothing to the residual, and caches nothing."""
+class _NoBlock(_StandIn):
+    """Take the place of an attention block or an MLP: it adds nothing to the residual, and caches nothing."""
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        return torch.zeros_like(hidden_states), None
-
-
-class _NoMlp(_StandIn):
-    """Take the place of an MLP."""
-
-    def __init__(self, block: nn.Module, gives_tuple: bool):
-        super().__init__(block)
-        self.gives_tuple = gives_tuple
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        zeros = torch.zeros_like(hidden_states)
-        return (zeros, None) if self.gives_tuple else zeros
+    def pass_on(self, hidden_states: Tensor) -> Tensor:
+        return torch.zeros_like(hidden_states)
 
 
 class LayerRunner:
-    """Run a decoder by plans.
+    """Run a decoder by plans, after a whole forward inside `tapped`.
 
     Args:
         model: a causal LM whose decoder keeps its layers in ``layers``, and they their blocks in ``self_attn`` and
@@ -93,7 +87,9 @@ class LayerRunner:
 
     def __init__(self, model: PreTrainedModel):
         self._decoder = model.base_model
-        self._gives_tuple = model.config.model_type in _TUPLE_MLPS
+        self._mlp_gives_tuple = model.config.model_type in _TUPLE_MLPS
+        # Some versions of some families wrap what a layer gives; seen when a layer runs.
+        self._layer_gives_tuple: bool | None = None
         self._layers: list[Any] = [*self._decoder._modules["layers"].children()]  # type: ignore[union-attr]
         self._lists: dict[LayerPlan, nn.ModuleList] = {}
 
@@ -148,11 +144,20 @@ class LayerRunner:
 
     @contextmanager
     def tapped(self, layer: int | None, states: list[Tensor]) -> Iterator[None]:
-        """Append to ``states`` what the first ``layer`` layers give, in each forward in the block; None: nothing."""
-        if layer is None:
+        """Append to ``states`` what the first ``layer`` layers give, in each forward in the block; None: nothing.
+
+        Also look at the form in which layers give it: this comes before the first plan, around a whole forward.
+        """
+        if layer is None and self._layer_gives_tuple is not None:
             yield
             return
-        with self._layers[layer - 1].register_forward_hook(lambda _, __, hidden: states.append(hidden)):
+
+        def look(_: nn.Module, __: Any, given: Any) -> None:
+            self._layer_gives_tuple = isinstance(given, tuple)
+            if layer is not None:
+                states.append(given[0] if self._layer_gives_tuple else given)
+
+        with self._layers[(layer or 1) - 1].register_forward_hook(look):
             yield
 
     def _replaced(self, plan: LayerPlan) -> nn.ModuleList:
@@ -163,7 +168,7 @@ class LayerRunner:
                 layers.append(self._without_blocks(layer, index, plan))
             else:
                 kind = _Entry if index == plan.start - 1 else _Tap if index == stop else _StandIn
-                layers.append(kind(layer))
+                layers.append(kind(layer, bool(self._layer_gives_tuple)))
         return nn.ModuleList(layers)
 
     def _without_blocks(self, layer: nn.Module, index: int, plan: LayerPlan) -> nn.Module:
@@ -171,12 +176,10 @@ class LayerRunner:
         if not any(skips):
             return layer
         if all(skips):
-            return _StandIn(layer)
+            return _StandIn(layer, bool(self._layer_gives_tuple))
         # A copy of the layer's own dictionary: the same weights and hooks, another block.
         twin = copy.copy(layer)
         twin._modules = dict(layer._modules)
-        if skips[0]:
-            twin._modules["self_attn"] = _NoAttention(layer._modules["self_attn"])  # type: ignore[arg-type]
-        else:
-            twin._modules["mlp"] = _NoMlp(layer._modules["mlp"], self._gives_tuple)  # type: ignore[arg-type]
+        name, gives_tuple = ("self_attn", True) if skips[0] else ("mlp", self._mlp_gives_tuple)
+        twin._modules[name] = _NoBlock(getattr(layer, name), gives_tuple)
         return twin
