@@ -2,6 +2,7 @@
 
 from .acceptance import Acceptance, GreedyAcceptance, RejectionAcceptance, TypicalAcceptance
 from .drafting import DraftContext
+from .exits import ExitRule
 from .loop import Step, decode
 from .protocols import Draft, Drafter, LayeredTarget, LayerPlan, Target, TargetOutput
 from .stats import DecodeStats
@@ -12,6 +13,7 @@ __all__ = [
     "Draft",
     "DraftContext",
     "Drafter",
+    "ExitRule",
     "GreedyAcceptance",
     "LayerPlan",
     "LayeredTarget",

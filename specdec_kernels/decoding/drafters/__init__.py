@@ -1,5 +1,6 @@
 """Drafters: what proposes the trees."""
 
+from .layer_skip import LayerSkipDrafter
 from .medusa import MedusaDrafter
 
-__all__ = ["MedusaDrafter"]
+__all__ = ["LayerSkipDrafter", "MedusaDrafter"]
