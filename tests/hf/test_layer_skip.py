@@ -96,7 +96,7 @@ def test_stops_at_the_limit(max_new_tokens):
 
 def test_rows_stop_drafting_on_their_own():
     model = tiny_model(num_hidden_layers=4)
-    drafter, seen = skipping([1], [2], 6, ExitRule(threshold=0.3, step=0.3, threshold_decay=0.5)), []
+    drafter, seen = skipping([1], [2], 6, ExitRule(threshold=0.12, step=0.04, threshold_decay=0.5)), []
     propose = drafter.propose
 
     def recording(pending):
