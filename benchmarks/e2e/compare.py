@@ -2,16 +2,20 @@
 
     python -m benchmarks.e2e.compare --dtype bfloat16 --batch-size 1
     python -m benchmarks.e2e.compare --dtype float32 --batch-size 4 --prompts FILE
+    python -m benchmarks.e2e.compare --drafter plain medusa --without-generate
 
 Prompts are JSON lines in the format of Spec-Bench: ``question_id``, ``task``, ``turns`` (the first turn is used).
-A difference in bf16 is explained by the plain run itself: the gap between its two candidates' logits at that position,
-in units in the last place of bf16. Zero or a few units is a tie that rounding decides.
+Every text is compared with that of ``model.generate`` and, when ``plain`` is among the drafters, with that of our own
+plain decoding. The second must always be equal in 16 bits on the CPU, the first in fp32. Where a text departs from
+``generate`` in bf16, the gap between the two candidates' logits there is given, in units in the last place of bf16:
+zero or a few is a tie that rounding decides.
 """
 
 import argparse
 import json
 import math
 import os
+import random
 import statistics
 import sys
 import time
@@ -21,38 +25,40 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.e2e.providers import OURS, THEIRS, Provider, provider
 from benchmarks.harness import RESULTS
 from benchmarks.machine import describe_machine
 from specdec_kernels.cli.demo import SHIPPED_HEADS
-from specdec_kernels.decoding.drafters.medusa import MedusaDrafter
-from specdec_kernels.decoding.stats import DecodeStats
-from specdec_kernels.hf.generate import speculative_generate
 from specdec_kernels.hf.load import PACKAGED_MODEL, load_model, load_tokenizer
 
 OWN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 # A plain run whose two candidates lie this close, in bf16 units in the last place, is decided by rounding.
 NEAR_TIE_ULP = 4.0
+# What the texts are compared with, where it takes part in the run.
+STANDARDS = ("generate", "plain")
 
 
 @dataclass
 class Row:
-    """One prompt under one drafter, against plain ``generate``; times and ``batch_tokens`` are those of its batch."""
+    """One prompt under one provider; ``seconds`` and ``batch_tokens`` are those of its batch.
+
+    ``differs_from`` holds, for each of `STANDARDS` in the run, where the text first differs, None when it is equal.
+    """
 
     question_id: int
     task: str
     drafter: str
     new_tokens: int
     batch_tokens: int
-    plain_s: float
-    speculative_s: float
-    tokens_per_step: float
-    first_difference: int | None
-    gap_ulp: float | None
+    seconds: float
+    tokens_per_step: float | None
+    differs_from: dict[str, int | None]
+    gap_ulp: float | None = None
 
     @property
-    def speed_up(self) -> float:
-        """Plain time over speculative time."""
-        return self.plain_s / self.speculative_s
+    def tokens_per_s(self) -> float:
+        """New tokens of the batch over its time."""
+        return self.batch_tokens / self.seconds
 
 
 def read_prompts(path: Path, limit: int | None) -> list[dict]:
@@ -72,20 +78,14 @@ def encode(tokenizer, texts: list[str]) -> dict[str, torch.Tensor]:
     )
 
 
-def timed(function) -> tuple[float, torch.Tensor]:
-    """Return the seconds of a call and its result."""
-    start = time.perf_counter()
-    result = function()
-    return time.perf_counter() - start, result
-
-
 def first_difference(a: list[int], b: list[int]) -> int | None:
     """Return where two rows begin to differ, None when they are equal; both are padded alike after their end."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    differing = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    return min(len(a), len(b)) if differing is None and len(a) != len(b) else differing
 
 
 def bf16_gap(model, inputs: dict, position: int, row: int, ids: tuple[int, int], options: dict) -> float:
-    """Return how far apart the plain run's logits of two tokens are at a position, in bf16 ulp of the greater one."""
+    """Return how far apart ``generate``'s logits of two tokens are at a position, in bf16 ulp of the greater one."""
     options = {**options, "max_new_tokens": position + 1}
     plain = model.generate(**inputs, **options, output_logits=True, return_dict_in_generate=True)
     ours, theirs = (float(plain.logits[position][row, i]) for i in ids)
@@ -93,79 +93,106 @@ def bf16_gap(model, inputs: dict, position: int, row: int, ids: tuple[int, int],
     return abs(ours - theirs) / ulp
 
 
-def compare_batch(model, drafter, inputs: dict, options: dict) -> tuple[float, float, DecodeStats, list]:
-    """Decode a batch twice; return both times, the statistics, and for each row (tokens, first difference, gap)."""
-    stats = DecodeStats()
+def compare_batch(model, providers: dict[str, Provider], inputs: dict, questions: list[dict], options: dict):
+    """Decode a batch with every provider, in a new order each time; return a `Row` for each provider and question."""
     prompt_len = inputs["input_ids"].shape[1]
-    plain_s, plain = timed(lambda: model.generate(**inputs, **options))
-    speculative = {**options, "custom_generate": speculative_generate, "drafter": drafter, "stats": stats}
-    speculative_s, ours = timed(lambda: model.generate(**inputs, **speculative))
+    decoded, seconds = {}, {}
+    for name in random.sample(list(providers), len(providers)):
+        start = time.perf_counter()
+        decoded[name] = providers[name](inputs, options)
+        seconds[name] = time.perf_counter() - start
+    texts = {name: result.ids[:, prompt_len:].tolist() for name, result in decoded.items()}
     rows = []
-    for index, (a, b) in enumerate(zip(plain[:, prompt_len:].tolist(), ours[:, prompt_len:].tolist(), strict=True)):
-        where = first_difference(a, b)
-        if where is None and len(a) != len(b):
-            where = min(len(a), len(b))
-        gap = None
-        if where is not None and where < min(len(a), len(b)):
-            gap = bf16_gap(model, inputs, where, index, (a[where], b[where]), options)
-        eos = model.generation_config.eos_token_id
-        ends = [i for i, token in enumerate(b) if token in (eos if isinstance(eos, list) else [eos])]
-        rows.append((ends[0] + 1 if ends else len(b), where, gap))
-    return plain_s, speculative_s, stats, rows
+    for name in providers:
+        lengths = [length_of(text, model) for text in texts[name]]
+        stats = decoded[name].stats
+        for index, question in enumerate(questions):
+            text = texts[name][index]
+            standards = {standard: texts[standard][index] for standard in STANDARDS if standard in texts}
+            where = {key: first_difference(text, other) for key, other in standards.items() if key != name}
+            row = Row(
+                *(question["question_id"], question["task"], name, lengths[index], sum(lengths), seconds[name]),
+                *(None if stats is None else stats.tokens_per_step, where),
+            )
+            at = where.get("generate")
+            if at is not None and at < min(len(text), len(standards["generate"])):
+                row.gap_ulp = bf16_gap(model, inputs, at, index, (standards["generate"][at], text[at]), options)
+            rows.append(row)
+    return rows
 
 
-def run_all(args, model, tokenizer, drafter) -> list[Row]:
-    """Compare every batch; print a line each."""
+def length_of(text: list[int], model) -> int:
+    """Return how many tokens a row has, its EOS included."""
+    eos = model.generation_config.eos_token_id
+    ids = eos if isinstance(eos, list) else [eos]
+    return next((i + 1 for i, token in enumerate(text) if token in ids), len(text))
+
+
+def run_all(args, model, tokenizer) -> list[Row]:
+    """Compare every batch; print a line for each."""
     questions = read_prompts(args.prompts, args.limit)
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-    compare_batch(model, drafter, encode(tokenizer, ["Hello"] * args.batch_size), {**options, "max_new_tokens": 16})
+    names = args.drafter if args.without_generate else ["generate", *args.drafter]
+    providers = {name: provider(name, model, args) for name in names}
+    random.seed(0)
+    warm_up = [{"question_id": 0, "task": "warm-up"}] * args.batch_size
+    compare_batch(model, providers, encode(tokenizer, ["Hello"] * args.batch_size), warm_up, options)
     rows: list[Row] = []
     for start in range(0, len(questions), args.batch_size):
         batch = questions[start : start + args.batch_size]
         inputs = encode(tokenizer, [q["turns"][0] for q in batch])
-        plain_s, speculative_s, stats, results = compare_batch(model, drafter, inputs, options)
-        batch_tokens = sum(tokens for tokens, _, _ in results)
-        for question, (tokens, where, gap) in zip(batch, results, strict=True):
-            rows.append(
-                Row(
-                    *(question["question_id"], question["task"], args.drafter, tokens, batch_tokens),
-                    *(plain_s, speculative_s, stats.tokens_per_step, where, gap),
-                )
-            )
-        new = rows[-len(batch) :]
-        differing = [f"{r.question_id}@{r.first_difference}" for r in new if r.first_difference is not None]
+        new = compare_batch(model, providers, inputs, batch, options)
+        rows += new
+        shown = [f"{name} {next(r for r in new if r.drafter == name).tokens_per_s:.1f}" for name in providers]
+        differing = [
+            f"{r.drafter}≠{standard} {r.question_id}@{at}"
+            for r in new
+            for standard, at in r.differs_from.items()
+            if at is not None
+        ]
         print(
-            f"{len(rows):3}/{len(questions)}  plain {plain_s:6.2f} s  speculative {speculative_s:6.2f} s  "
-            f"x{plain_s / speculative_s:.2f}  {stats.tokens_per_step:.2f} tokens/step  "
-            + (f"differs: {', '.join(differing)}" if differing else "identical"),
+            f"{start + len(batch):3}/{len(questions)}  tokens/s: {', '.join(shown)}  "
+            + (", ".join(differing) or "all equal"),
             flush=True,
         )
     return rows
 
 
 def summary(rows: list[Row]) -> list[str]:
-    """Return the table by task, and the verdict on equality."""
-    tasks = defaultdict(list)
-    for row in rows:
-        tasks[row.task].append(row)
-    tasks["all"] = rows
-    lines = [f"{'task':<16}{'plain tok/s':>12}{'speculative':>13}{'speed-up':>10}{'tokens/step':>13}{'identical':>12}"]
-    for task, group in tasks.items():
-        plain = geometric([r.batch_tokens / r.plain_s for r in group])
-        ours = geometric([r.batch_tokens / r.speculative_s for r in group])
-        same = sum(r.first_difference is None for r in group)
-        lines.append(
-            f"{task:<16}{plain:>12.1f}{ours:>13.1f}{geometric([r.speed_up for r in group]):>9.2f}x"
-            f"{statistics.mean(r.tokens_per_step for r in group):>13.2f}{same:>7} of {len(group)}"
-        )
+    """Return a table for each provider by task, and the verdict on equality."""
+    speeds = {(r.question_id, r.drafter): r.tokens_per_s for r in rows}
+    lines = [f"{'drafter':<16}{'task':<16}{'tok/s':>8}{'speed-up':>10}{'tok/step':>10}  identical to"]
+    for name in dict.fromkeys(r.drafter for r in rows):
+        tasks = defaultdict(list)
+        for row in (r for r in rows if r.drafter == name):
+            tasks[row.task].append(row)
+            tasks["all"].append(row)
+        tasks["all"] = tasks.pop("all")  # last
+        lines += [_line(name, task, group, speeds) for task, group in tasks.items()]
     gaps = [r.gap_ulp for r in rows if r.gap_ulp is not None]
     if gaps:
         near = sum(gap <= NEAR_TIE_ULP for gap in gaps)
         lines.append(
-            f"first differences: {len(gaps)} of {len(rows)} prompts; {near} are near-ties of the plain run "
-            f"(<= {NEAR_TIE_ULP:g} bf16 ulp); gaps: median {statistics.median(gaps):.1f}, largest {max(gaps):.1f} ulp"
+            f"first differences from generate: {len(gaps)}; {near} are near-ties of its run (<= {NEAR_TIE_ULP:g} bf16 "
+            f"ulp); gaps: median {statistics.median(gaps):.1f}, largest {max(gaps):.1f} ulp"
         )
     return lines
+
+
+def _line(name: str, task: str, group: list[Row], speeds: dict[tuple[int, str], float]) -> str:
+    baseline = [speeds.get((r.question_id, "generate")) for r in group]
+    ratios = [r.tokens_per_s / speed for r, speed in zip(group, baseline, strict=True) if speed]
+    steps = [r.tokens_per_step for r in group if r.tokens_per_step is not None]
+    same = [
+        f"{standard} {sum(r.differs_from[standard] is None for r in group)} of {len(group)}"
+        for standard in group[0].differs_from
+    ]
+    return (
+        f"{name:<16}{task:<16}{geometric([r.tokens_per_s for r in group]):>8.1f}"
+        + (f"{geometric(ratios):>9.2f}x" if ratios else f"{'-':>10}")
+        + (f"{statistics.mean(steps):>10.2f}" if steps else f"{'-':>10}")
+        + f"  {', '.join(same)}"
+    )
 
 
 def geometric(values: list[float]) -> float:
@@ -176,7 +203,7 @@ def geometric(values: list[float]) -> float:
 def write_results(args, rows: list[Row], lines: list[str]) -> Path:
     """Write the machine, the command, the rows and the summary to this machine's result file."""
     machine = describe_machine(torch.device("cpu"))
-    path = RESULTS / machine.slug / f"e2e_{args.drafter}_{args.dtype}_b{args.batch_size}.jsonl"
+    path = RESULTS / machine.slug / f"e2e_{'_'.join(args.drafter)}_{args.dtype}_b{args.batch_size}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     # Paths are this machine's own; a file name says which prompts and heads were used.
     command = "python -m benchmarks.e2e.compare " + " ".join(Path(a).name if "/" in a else a for a in sys.argv[1:])
@@ -184,6 +211,12 @@ def write_results(args, rows: list[Row], lines: list[str]) -> Path:
     records = [head, *(asdict(row) for row in rows), {"summary": lines}]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def kept(rows: list[Row], dtype: str) -> bool:
+    """Say whether every promise of equality was kept: ours is as ``generate`` in fp32, as our plain one in bf16."""
+    standard = "generate" if dtype == "float32" else "plain"
+    return all(r.differs_from.get(standard) is None for r in rows if r.drafter in OURS)
 
 
 def main() -> int:
@@ -194,19 +227,26 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--drafter", choices=("medusa",), default="medusa")
+    parser.add_argument(
+        "--drafter",
+        nargs="+",
+        choices=(*OURS, *THEIRS),
+        default=["medusa"],
+        metavar="NAME",
+        help=f"one or more of {', '.join((*OURS, *THEIRS))}",
+    )
+    parser.add_argument("--without-generate", action="store_true", help="only our own plain decoding as a standard")
     parser.add_argument("--heads", type=Path, default=SHIPPED_HEADS)
     parser.add_argument("--model", default=PACKAGED_MODEL)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<device>/e2e_*.jsonl")
     args = parser.parse_args()
     model = load_model(args.model, dtype=getattr(torch, args.dtype))
-    drafter = MedusaDrafter.from_pretrained(args.heads, model)
-    rows = run_all(args, model, load_tokenizer(args.model), drafter)
+    rows = run_all(args, model, load_tokenizer(args.model))
     lines = summary(rows)
     print("\n" + "\n".join(lines))
     if args.save:
         print(f"\nwrote {os.path.relpath(write_results(args, rows, lines))}")
-    return 0 if args.dtype != "float32" or all(r.first_difference is None for r in rows) else 1
+    return 0 if kept(rows, args.dtype) else 1
 
 
 if __name__ == "__main__":

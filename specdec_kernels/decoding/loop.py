@@ -10,6 +10,7 @@ from torch import Tensor
 from .._validate import check_shape
 from ..types import Verification
 from .acceptance import Acceptance
+from .drafters.plain import root_alone
 from .drafting import DraftContext
 from .protocols import Draft, Drafter, LayerPlan, Target, TargetOutput
 from .randomness import uniforms_at
@@ -174,7 +175,7 @@ def _steps(
     drafter.begin(prompt_ids, prompt_len, output)
     clock.lap("prefill")
     try:
-        yield judge(_root_alone(prompt_ids.gather(1, last[:, None])), output, last)
+        yield judge(root_alone(prompt_ids.gather(1, last[:, None])), output, last)
         while not all(rows.finished):
             clock.lap("emit")
             draft = drafter.propose(rows.pending(prompt_ids.device))
@@ -265,12 +266,6 @@ class _Rows:
             [[len(tokens) for tokens in self.tokens], self.finished], dtype=torch.int32, device=device
         )
         return counts[0], counts[1] == 0
-
-
-def _root_alone(ids: Tensor) -> Draft:
-    """Return the draft that drafts nothing: ``ids (B, 1)`` are the roots."""
-    zero = torch.zeros(1, 1, dtype=torch.int32, device=ids.device)
-    return Draft(ids, zero - 1, torch.ones(1, 1, 1, dtype=torch.int64, device=ids.device), zero, max_depth=0)
 
 
 def _checked_limits(

@@ -17,6 +17,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..decoding.acceptance import Acceptance, GreedyAcceptance, RejectionAcceptance, TypicalAcceptance
+from ..decoding.drafters.plain import PlainDrafter
 from ..decoding.loop import decode
 from ..decoding.protocols import Drafter
 from ..decoding.randomness import row_seeds
@@ -34,7 +35,7 @@ def speculative_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    drafter: Drafter,
+    drafter: Drafter | None,
     acceptance: str | Acceptance = "auto",
     seed: int | Sequence[int | None] | Tensor | None = None,
     token_streamer: Any = None,
@@ -48,7 +49,8 @@ def speculative_generate(
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: come from ``generate``.
-        drafter: proposes the draft trees, for example `MedusaDrafter.from_pretrained(path, model)`.
+        drafter: proposes the draft trees, for example `MedusaDrafter.from_pretrained(path, model)`. None decodes
+            plainly through the same loop and kernels.
         acceptance: ``"auto"`` is exact: greedy without ``do_sample``, rejection with it. ``"greedy"``, ``"rejection"``,
             ``"typical"`` (Medusa's rule, not exact) name one; an `Acceptance` is taken as it is.
         seed: of the sampling. A number seeds all rows, each differently; a sequence has one for each row of the batch
@@ -71,6 +73,7 @@ def speculative_generate(
         >>> model.generate(**inputs, custom_generate=speculative_generate, drafter=drafter, max_new_tokens=64)
     """
     check_options(generation_config, logits_processor, model_kwargs)
+    drafter = PlainDrafter() if drafter is None else drafter
     sampled = bool(generation_config.do_sample)
     rule = _acceptance(acceptance, sampled)
     prompt_ids, prompt_len = right_padded(
@@ -124,7 +127,7 @@ def generate(
     model: GenerationMixin,
     inputs: Tensor | None = None,
     *,
-    drafter: Drafter,
+    drafter: Drafter | None,
     streamer: Any = None,
     tokenizer: Any = None,
     **kwargs: Any,
@@ -133,7 +136,7 @@ def generate(
 
     Args:
         model, inputs: as for ``model.generate``.
-        drafter: proposes the draft trees.
+        drafter: proposes the draft trees; None decodes plainly.
         streamer: as for ``model.generate``.
         tokenizer: needed for ``stop_strings``.
         kwargs: everything else that ``model.generate`` takes, and ``acceptance``, ``seed``, ``stats`` of

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..decoding.drafting import ChainLayout
 from ..decoding.protocols import LayerPlan, TargetOutput
-from ..tree.mask import num_words, pack_mask
+from ..tree.mask import WORD_BITS, num_words
 from . import _compat
 from .attention import IMPLEMENTATION, TreeState
 from .cache import TreeCache
@@ -17,6 +19,10 @@ from .layers import LayerRunner
 # Prompt tokens per forward: a prompt is fed as a chain, whose mask has T²/64 words.
 PREFILL_CHUNK = 512
 
+# On the CPU a linear layer gives a row the same bits whatever the number of rows, from two rows up; one row alone takes
+# another path (a matrix-vector product), whose sums have another order.
+_PAIRED_DTYPES = (torch.bfloat16, torch.float16)
+
 
 class HFTarget:
     """Run a causal LM over draft trees, with a `TreeCache` in which every row has its own length.
@@ -24,6 +30,12 @@ class HFTarget:
     The weights, the logits (soft caps, scales) and the positions are the model's own; only its attention is replaced,
     during a forward and on this model alone. Positions count from each row's first token, as ``generate`` has them for
     left-padded prompts.
+
+    On the CPU in 16 bits no linear layer ever sees a single row: a lone node gets a twin, which nobody asks, and a lone
+    hidden state goes to the vocabulary projection twice. With `tree_attention`, whose rows do not depend on each other,
+    this makes the bits of a node's logits depend on its path alone, not on the tree, the batch or the chunks of the
+    prompt, so that greedy texts are those of plain decoding. Not for models with experts: an expert sees the rows that
+    are routed to it, which may be one.
 
     Not thread-safe: while a forward runs, the model's attention implementation is ours, and a call of the same model
     from another thread raises.
@@ -49,25 +61,22 @@ class HFTarget:
     def __init__(self, model: PreTrainedModel, batch_size: int, capacity: int, dtype: torch.dtype | None = None):
         check_supported(model, capacity)
         self.model = model
-        self.cache = TreeCache(model.config.num_hidden_layers, batch_size, capacity, device=model.device, dtype=dtype)
+        self.capacity = capacity
+        self._pairs = model.device.type == "cpu" and model.dtype in _PAIRED_DTYPES
+        # A twin needs a row of the cache, too; only a batch of one ever has one.
+        rows = capacity + int(self._pairs and batch_size == 1)
+        self.cache = TreeCache(model.config.num_hidden_layers, batch_size, rows, device=model.device, dtype=dtype)
         self._cache_argument = _compat.cache_argument(model)
         self._configs = _compat.attention_configs(model)
         self._projection = model.get_output_embeddings()
         self._runner = LayerRunner(model)
         self._tapped_layer: int | None = None
-        causal = torch.ones(1, PREFILL_CHUNK, PREFILL_CHUNK, dtype=torch.bool, device=model.device).tril()
-        self._chain_mask = pack_mask(causal)
-        self._chain_depths = torch.arange(PREFILL_CHUNK, dtype=torch.int32, device=model.device).unsqueeze(0)
+        self._chain = ChainLayout(PREFILL_CHUNK, model.device)
 
     @property
     def prefix_len(self) -> Tensor:
         """``(B,) int32``: committed cache rows."""
         return self.cache.prefix_len
-
-    @property
-    def capacity(self) -> int:
-        """Rows of the cache for each sequence."""
-        return self.cache.capacity
 
     @property
     def num_layers(self) -> int:
@@ -111,11 +120,12 @@ class HFTarget:
         last = lengths.to(torch.int64) - 1
         ids = torch.where(torch.arange(longest, device=ids.device) <= last[:, None], ids, 0)
         self.cache.reset()
-        kept: Tensor | None = None
+        chain, kept = self._chain, None
         tapped: list[Tensor] = []
         for start in range(0, longest, PREFILL_CHUNK):
             chunk = ids[:, start : start + PREFILL_CHUNK]
-            is_final = start + chunk.shape[1] == longest
+            size = chunk.shape[1]
+            is_final = start + size == longest
 
             def keep_last_tokens(hidden: Tensor, start: int = start, is_final: bool = is_final) -> Tensor:
                 nonlocal kept
@@ -125,8 +135,9 @@ class HFTarget:
                 return kept if is_final else hidden[:, :0]
 
             with self._runner.tapped(self._tapped_layer, tapped):
-                output = self._run(chunk, *self._chain(chunk.shape[1]), select=keep_last_tokens)
-            self.cache.advance(chunk.shape[1])
+                output = self._run(chunk, chain.mask(size), chain.depths(size), select=keep_last_tokens)
+            tapped[-1:] = [states[:, :size] for states in tapped[-1:]]
+            self.cache.advance(size)
         self.cache.truncate(lengths)
         return output._replace(tapped=torch.cat(tapped, dim=1)) if tapped else output
 
@@ -188,10 +199,12 @@ class HFTarget:
             raise ValueError(f"HFTarget.run_layers: hidden {wanted} with start {plan.start}, got {shape}")
         if first_node < 0:
             raise ValueError(f"HFTarget.run_layers: first_node must be at least 0, got {first_node}")
+        if hidden is not None and self._is_lonely(ids):
+            hidden = hidden.expand(1, 2, -1)
         with self._runner.planned(plan, hidden) as states:
             select = None if plan.stop is None else _nothing
             output = self._run(ids, tree_mask, depths, first_node=first_node, select=select)
-        return output._replace(hidden=states[0]) if states else output
+        return output._replace(hidden=states[0][:, : ids.shape[1]]) if states else output
 
     def commit(self, accepted: Tensor, num_accepted: Tensor, active: Tensor) -> None:
         """Keep the root and the accepted nodes of the last `forward`.
@@ -216,14 +229,18 @@ class HFTarget:
         """Call the model; ``select`` chooses from the final hidden states ``(B, T, C)`` what becomes logits."""
         if self.model.training:
             raise RuntimeError("HFTarget: the model is in training mode; call model.eval() first")
+        num_nodes = ids.shape[1]
+        if self._is_lonely(ids):
+            ids, depths, tree_mask = ids.expand(1, 2), depths.expand(1, 2), _with_twin(tree_mask)
         seen: list[Tensor] = []
 
         # The input of the projection is what the last norm gave, in every family; taking it here leaves the way from
         # hidden states to logits to the model.
         def before_projection(_: torch.nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            hidden = arguments[0] if select is None else select(arguments[0])
+            hidden = arguments[0][:, :num_nodes]
+            hidden = hidden if select is None else select(hidden)
             seen.append(hidden)
-            return (hidden,)
+            return (hidden.expand(1, 2, -1) if self._is_lonely(hidden[..., 0]) else hidden,)
 
         prefix_len = self.cache.prefix_len
         self.cache.continue_step(first_node)
@@ -240,12 +257,11 @@ class HFTarget:
             self._projection.register_forward_pre_hook(before_projection),
         ):
             logits = self.model(**arguments).logits
-        return TargetOutput(logits, seen[0])
+        return TargetOutput(logits[:, : seen[0].shape[1]], seen[0])
 
-    def _chain(self, num_nodes: int) -> tuple[Tensor, Tensor]:
-        """Return the mask ``(1, T, W)`` and depths ``(1, T)`` of a chain: the corner of a longer one's."""
-        mask = self._chain_mask[:, :num_nodes, : num_words(num_nodes)].contiguous()
-        return mask, self._chain_depths[:, :num_nodes]
+    def _is_lonely(self, rows: Tensor) -> bool:
+        """Say whether ``rows (B, T)`` is a single one that needs company."""
+        return self._pairs and rows.numel() == 1
 
     def _check_nodes(self, name: str, ids: Tensor, depths: Tensor) -> None:
         batch, num_nodes = self.cache.batch_size, ids.shape[-1]
@@ -267,6 +283,16 @@ class HFTarget:
         if lengths.device.type == "cpu" and not bool(((lengths >= 1) & (lengths <= longest)).all()):
             raise ValueError(f"HFTarget.prefill: lengths must be in [1, {longest}], got {lengths.tolist()}")
         return longest
+
+
+def _with_twin(tree_mask: Tensor) -> Tensor:
+    """Add to a mask ``(1, T, W)`` a node with the ancestors of the last one."""
+    num_nodes = tree_mask.shape[1]
+    mask = F.pad(tree_mask, (0, num_words(num_nodes + 1) - tree_mask.shape[2], 0, 1))
+    mask[:, -1] = mask[:, -2]
+    for node in (num_nodes - 1, num_nodes):
+        mask[:, -1, node // WORD_BITS] ^= 1 << node % WORD_BITS if (node + 1) % WORD_BITS else -(1 << WORD_BITS - 1)
+    return mask
 
 
 def _nothing(hidden: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ def medusa(model):
     generator = torch.Generator().manual_seed(0)
     heads = MedusaHeads(3, 1, model.config.hidden_size, VOCAB)
     heads.w_res.data.copy_(0.3 * torch.randn(heads.w_res.shape, generator=generator))
-    return MedusaDrafter(heads, TREE, model.get_output_embeddings().weight)
+    weight = model.get_output_embeddings().weight
+    return MedusaDrafter(heads.to(weight.dtype), TREE, weight)
 
 
 def oracle(inputs, plain, tree=TREE):

@@ -1,10 +1,14 @@
-"""The packaged model, a true Llama: loading it, and plain greedy decoding through the target."""
+"""The packaged model, a true Llama: loading it, greedy decoding through the target, and the bits of bf16."""
 
 import importlib.metadata
 
 import pytest
 import torch
 
+from specdec_kernels.cli.demo import SHIPPED_HEADS
+from specdec_kernels.decoding import DecodeStats
+from specdec_kernels.decoding.drafters import MedusaDrafter
+from specdec_kernels.hf.generate import generate
 from specdec_kernels.hf.load import load_model, load_tokenizer
 from specdec_kernels.hf.target import HFTarget
 from specdec_kernels.tree.mask import depths_from_mask, mask_from_parents
@@ -102,3 +106,29 @@ def test_the_converted_copy_is_exact(model, monkeypatch):
     original, copied = load_model("smollm2", torch.float32).state_dict(), model.state_dict()
     assert original.keys() == copied.keys()
     assert all(torch.equal(original[name], copied[name]) for name in original)
+
+
+@pytest.fixture(scope="module")
+def bf16_model():
+    return load_model("smollm2", torch.bfloat16)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_bf16_speculation_has_the_bits_of_plain_decoding(bf16_model, prompts, row):
+    """Every logit of a whole text: one node at a time, by trees of Medusa heads, and as part of a longer prompt."""
+    ids = prompts[row]
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    plain = generate(bf16_model, **inputs, drafter=None, **options)
+    stats = DecodeStats()
+    drafter = MedusaDrafter.from_pretrained(SHIPPED_HEADS, bf16_model)
+    ours = generate(bf16_model, **inputs, drafter=drafter, stats=stats, **options)
+    assert stats.mean_accepted > 0.2
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert torch.equal(torch.stack(ours.logits), torch.stack(plain.logits))
+    for count in (1, 2, NEW_TOKENS // 2, NEW_TOKENS - 1):
+        length = ids.shape[1] + count
+        output = HFTarget(bf16_model, 1, length).prefill(
+            plain.sequences[:, :length], torch.tensor([length], dtype=torch.int32)
+        )
+        assert torch.equal(output.logits[:, 0].float(), plain.logits[count])

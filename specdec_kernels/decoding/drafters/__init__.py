@@ -2,5 +2,6 @@
 
 from .layer_skip import LayerSkipDrafter
 from .medusa import MedusaDrafter
+from .plain import PlainDrafter
 
-__all__ = ["LayerSkipDrafter", "MedusaDrafter"]
+__all__ = ["LayerSkipDrafter", "MedusaDrafter", "PlainDrafter"]
