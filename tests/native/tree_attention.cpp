@@ -2,9 +2,6 @@
 // instruction set: random trees, dense and paged caches, all element types, on one and on several threads. Every buffer
 // ends where the next page must not be touched, since sanitizers do not see masked loads. Results must match sums in
 // double, and not depend on the number of threads.
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +12,7 @@
 
 #include "cpu/tree_attention_kernel.h"
 #include "cpu/tree_attention_schedule.h"
+#include "guarded.h"
 
 namespace {
 
@@ -26,45 +24,11 @@ std::mt19937 rng(11);
 int32_t below(int32_t bound) { return static_cast<int32_t>(rng() % static_cast<uint32_t>(bound)); }
 double uniform() { return std::uniform_real_distribution<double>(-1.0, 1.0)(rng); }
 
-void require(bool holds, const std::string& what) {
-  if (holds) return;
-  std::printf("FAILED: %s\n", what.c_str());
-  std::exit(1);
-}
-
-// Bytes whose end is the end of the last page that may be touched.
-class Guarded {
- public:
-  explicit Guarded(size_t bytes) {
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    size_ = (bytes + page - 1) / page * page + page;
-    base_ = static_cast<char*>(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    require(base_ != MAP_FAILED && mprotect(base_ + size_ - page, page, PROT_NONE) == 0, "no memory");
-    data_ = base_ + size_ - page - bytes;
-  }
-  ~Guarded() { munmap(base_, size_); }
-  Guarded(const Guarded&) = delete;
-  Guarded& operator=(const Guarded&) = delete;
-  char* data() const { return data_; }
-
- private:
-  char *base_, *data_;
-  size_t size_;
-};
-
 double store(Element element, char* at, double value) {
-  const float x = static_cast<float>(value);
-  if (element == Element::kDouble) return *reinterpret_cast<double*>(at) = value;
-  if (element == Element::kFloat) return *reinterpret_cast<float*>(at) = x;
   if (element == Element::kInt8) return *reinterpret_cast<int8_t*>(at) = static_cast<int8_t>(std::lrint(value * 9));
   if (element == Element::kFloat8)
     return to_float(*reinterpret_cast<Float8*>(at) = {static_cast<uint8_t>(below(0x70))});
-  if (element == Element::kHalf) {
-    from_float(x, reinterpret_cast<Half*>(at));
-    return to_float(*reinterpret_cast<Half*>(at));
-  }
-  from_float(x, reinterpret_cast<BFloat16*>(at));
-  return to_float(*reinterpret_cast<BFloat16*>(at));
+  return store_floating(element, at, value);
 }
 
 double fetch(Element element, const char* at) {
