@@ -13,7 +13,8 @@ from torch import Tensor
 from specdec_kernels import verify_chain
 from specdec_kernels.reference.verify import verify_chain_ref
 
-from .harness import Cost
+from .harness import Cost, Result
+from .memory import peak_extra_bytes
 
 OP = "verify"
 OURS = ("specdec_kernels", "read_once")
@@ -117,3 +118,24 @@ def _read_once(case: Case, inputs: Inputs) -> list[Tensor]:
     inputs.target_logits[:, :num_target].amax(-1)
     inputs.draft_logits[:, :num_draft].amax(-1)
     return [torch.full((1,), case.num_accepted, dtype=torch.int32)]
+
+
+def notes(results: list[Result], device: torch.device) -> str:
+    """Say how we do against the composite and against merely reading, and what memory the calls take."""
+    lines = []
+    for case_id in dict.fromkeys(result.case for result in results):
+        median = {result.provider: result.median_us for result in results if result.case == case_id}
+        ours, case = median["specdec_kernels"], CASES[case_id]
+        inputs = make_inputs(case, device)
+        memory = [_memory(providers(case)[name], inputs, device) for name in ("specdec_kernels", "composite")]
+        lines.append(
+            f"{case_id:17} {median['composite'] / ours:5.1f} times as fast as the composite, "
+            f"{ours / median['read_once']:4.1f} times one reading; peak extra memory {memory[0]}, composite {memory[1]}"
+        )
+    return "\n".join(lines)
+
+
+def _memory(run: Callable[[Inputs], list[Tensor]], inputs: Inputs, device: torch.device) -> str:
+    run(inputs)
+    peak = peak_extra_bytes(lambda: run(inputs), device)
+    return "unknown" if peak is None else f"{peak / 1e6:.2f} MB"

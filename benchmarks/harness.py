@@ -7,7 +7,8 @@ A benchmark file ``bench_<op>.py`` states
 - ``providers(case)``: name -> function of the inputs that returns the tensors it made or changed; the one called
   ``reference`` is the law, those in ``OURS`` are ours, all others are baselines,
 - ``cost(case)``: what the op cannot avoid, a `Cost`,
-- optionally ``check(actual, expected)``, which raises on a mismatch (default: equal bits).
+- optionally ``check(actual, expected)``, which raises on a mismatch (default: equal bits),
+- optionally ``notes(results, device)``: what else there is to say, printed below the table.
 """
 
 import json

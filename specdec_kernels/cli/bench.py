@@ -59,6 +59,8 @@ def _run_one(name: str, args: Namespace) -> int:
     options = harness.Options(seconds=args.seconds, cold=args.cold)
     machine, results = harness.run_benchmark(bench, args.device, options, case_ids)
     print(harness.table(results))
+    if hasattr(bench, "notes"):
+        print(bench.notes(results, args.device))
     if args.save:
         path = harness.save(name, machine, results)
         importlib.import_module("benchmarks.plot").plot(path)

@@ -1,14 +1,17 @@
 """``specdec-kernels bench`` and the harness it drives."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import bench_kv_compact, harness
+from benchmarks import bench_kv_compact, bench_verify, harness
 from benchmarks.bench_kv_compact import Case
 from benchmarks.machine import Machine, Roofline
+from benchmarks.memory import peak_extra_bytes
+from specdec_kernels import _native
 from specdec_kernels.cli import bench as command
 from specdec_kernels.cli.__main__ import main
 
@@ -86,6 +89,35 @@ def test_kv_compact_providers_agree(layout) -> None:
     case = Case("smollm2_135m", 2, 3, 4, layout, capacity=64, prefix=40)
     harness.gate(bench_kv_compact, case, CPU)
     assert bench_kv_compact.cost(case).read_bytes == 2 * 30 * 2 * 3 * (3 * 64 * 2)
+
+
+def test_verification_is_timed_against_the_same_decisions() -> None:
+    for num_accepted in (2, 3):
+        case = bench_verify.Case(1000, 3, num_accepted)
+        harness.gate(bench_verify, case, CPU)
+        assert bench_verify.cost(case).read_bytes == 4000 * (3 + 3 if num_accepted == 2 else 4 + 3)
+
+
+def test_verification_notes(monkeypatch) -> None:
+    monkeypatch.setattr(bench_verify, "CASES", {"toy": bench_verify.Case(1000, 3, 3)})
+    samples = {"reference": [9e-6], "specdec_kernels": [2e-6], "composite": [5e-6], "read_once": [1e-6]}
+    text = bench_verify.notes(harness.summarise(bench_verify, "toy", samples, MACHINE, ROOFLINE, False), CPU)
+    assert "2.5 times as fast" in text
+    assert "2.0 times one reading" in text
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell peak memory")
+def test_peak_memory() -> None:
+    """The logits are 26 MB, and the composite has their softmax. Elsewhere a megabyte or two may come and go."""
+    inputs = bench_verify.make_inputs(case := bench_verify.Case(128_256, 25, 25), CPU)
+    runs = bench_verify.providers(case)
+    extra = {}
+    for name in ("specdec_kernels", "composite"):
+        runs[name](inputs)
+        extra[name] = peak_extra_bytes(lambda run=runs[name]: run(inputs), CPU)
+    assert extra["composite"] > 20 << 20
+    if _native.load_errors["_C"] is None:
+        assert extra["specdec_kernels"] < 2 << 20
 
 
 def test_lists_cases(capsys) -> None:

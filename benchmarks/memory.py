@@ -1,0 +1,39 @@
+"""How much memory a call needs beyond its inputs, at its peak."""
+
+import ctypes
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+
+
+def peak_extra_bytes(run: Callable[[], Any], device: torch.device) -> int | None:
+    """Return how far memory grows while ``run`` runs, its results included; None where the system does not tell.
+
+    On a CPU these are resident pages, so the answer is right to a few of them. Memory that an earlier call has freed is
+    handed back first, or it would be used again unseen. Call ``run`` once before: its code must be loaded.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None or not CLEAR.exists():
+        return None
+    trim(0)
+    CLEAR.write_text(RESET_PEAK)
+    before = _status_bytes("VmRSS")
+    run()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+def _status_bytes(key: str) -> int:
+    found = re.search(rf"^{key}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
+    assert found is not None, key
+    return int(found.group(1)) * 1024
