@@ -1,9 +1,10 @@
-"""``specdec-kernels train medusa``: train Medusa heads for a causal LM, from nothing but the model."""
+"""``specdec-kernels train``: train Medusa heads or a Kangaroo adapter for a causal LM, from nothing but the model."""
 
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
 from ..hf.load import PACKAGED_MODEL
 
@@ -16,16 +17,28 @@ then
 
 An interrupted run goes on when the same command is given again: generation, hidden states and training alike.
 """
+KANGAROO_EPILOG = """\
+examples:
+  specdec-kernels train kangaroo --model smollm2 --out adapters/smollm2 --exit-layer 8
+  specdec-kernels train kangaroo --model FOLDER_OR_ID --device cuda --out adapters/llama --exit-layer 2 --kind attention
+
+An interrupted run goes on when the same command is given again: generation, hidden states and training alike.
+"""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the kinds of heads; so far ``medusa``."""
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    """Declare the kinds of drafters: ``medusa`` and ``kangaroo``."""
+    kinds = parser.add_subparsers(dest="drafter", required=True, metavar="DRAFTER")
     medusa = kinds.add_parser("medusa", help="Medusa heads (Medusa-1: the model stays frozen)", epilog=EPILOG)
     medusa.formatter_class = _raw_help()
     _add_data_arguments(medusa.add_argument_group("data"))
     _add_head_arguments(medusa.add_argument_group("heads"))
-    _add_training_arguments(medusa.add_argument_group("training"))
+    _add_training_arguments(medusa.add_argument_group("training"), batch_size=512, rows="rows")
+    kangaroo = kinds.add_parser("kangaroo", help="a Kangaroo adapter (the model stays frozen)", epilog=KANGAROO_EPILOG)
+    kangaroo.formatter_class = _raw_help()
+    _add_data_arguments(kangaroo.add_argument_group("data"))
+    _add_adapter_arguments(kangaroo.add_argument_group("adapter"))
+    _add_training_arguments(kangaroo.add_argument_group("training"), batch_size=4, rows="conversations")
 
 
 def _raw_help():
@@ -59,46 +72,94 @@ def _add_head_arguments(group) -> None:
     group.add_argument("--decay", type=float, default=0.8, help="head k weighs decay^k in the loss")
 
 
-def _add_training_arguments(group) -> None:
-    group.add_argument("--epochs", type=float, default=4.0, help="passes over the training rows")
-    group.add_argument("--batch-size", type=int, default=512, help="rows of one step")
+def _add_adapter_arguments(group) -> None:
+    group.add_argument("--exit-layer", type=int, required=True, help="layers of the model that run before the adapter")
+    group.add_argument("--kind", choices=("layer", "attention"), default="layer", help="a whole decoder layer, or the "
+                       "paper's attention alone")  # fmt: skip
+    group.add_argument("--draft-vocab", type=int, default=0, help="only the most frequent tokens are drafted; 0: all")
+    group.add_argument("--alpha", type=float, default=0.0, help="weight of the text's own tokens in the loss; the rest "
+                       "is the model's distribution")  # fmt: skip
+    group.add_argument("--target-temperature", type=float, default=1.0, help="of the model's distribution in the loss")
+    group.add_argument("--draft-temperature", type=float, default=1.0, help="of the adapter's distribution in the loss")
+    group.add_argument("--answers-only", action="store_true", help="do not learn from the user's turns too")
+    group.add_argument("--on-the-fly", action="store_true", help="keep no hidden states on disk, run the model again")
+
+
+def _add_training_arguments(group, batch_size: int, rows: str) -> None:
+    group.add_argument("--epochs", type=float, default=4.0, help=f"passes over the training {rows}")
+    group.add_argument("--batch-size", type=int, default=batch_size, help=f"{rows} of one step")
     group.add_argument("--lr", type=float, default=1e-3, help="highest learning rate of AdamW")
     group.add_argument("--save-every", type=int, default=500, help="steps between checkpoints and held-out probes")
 
 
 def run(args: Namespace) -> int:
     """Train; a bad argument or folder is one line on stderr and exit code 2."""
+    train = _train_medusa if args.drafter == "medusa" else _train_kangaroo
+    try:
+        print(f"wrote {args.out}; next: {train(args)}")
+    except (NotImplementedError, OSError, ValueError) as error:
+        print(f"specdec-kernels train {args.drafter}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _train_medusa(args: Namespace) -> str:
+    from ..training.medusa import HeadOptions, train_medusa
+
+    options = HeadOptions(
+        num_heads=args.num_heads,
+        num_layers=args.head_layers,
+        own_projection=args.own_projection,
+        draft_vocab=args.draft_vocab,
+        decay=args.decay,
+        soft_targets=args.soft_targets,
+    )
+    train_medusa(*_places_and_data(args), options, _trainer_options(args), **_generation(args))
+    return f"specdec-kernels tree optimize --heads {args.out} --nodes 16"
+
+
+def _train_kangaroo(args: Namespace) -> str:
+    from ..training.kangaroo import AdapterOptions, train_kangaroo
+
+    options = AdapterOptions(
+        exit_layer=args.exit_layer,
+        kind=args.kind,
+        draft_vocab=args.draft_vocab,
+        alpha=args.alpha,
+        target_temperature=args.target_temperature,
+        draft_temperature=args.draft_temperature,
+        answers_only=args.answers_only,
+    )
+    train_kangaroo(
+        *_places_and_data(args), options, _trainer_options(args), on_the_fly=args.on_the_fly, **_generation(args)
+    )
+    return f'KangarooDrafter.from_pretrained("{args.out}", model)'
+
+
+def _places_and_data(args: Namespace) -> tuple[Path, Path, Any]:
+    """Return the folders of the result and of the work, and what decides the texts."""
     from ..training.data import GenerationOptions
     from ..training.generate import Limits
-    from ..training.medusa import HeadOptions, train_medusa
-    from ..training.trainer import TrainerOptions
 
     limits = Limits(user_len=args.user_len, answer_len=args.answer_len)
     data = None if args.data is None else str(args.data)
-    try:
-        train_medusa(
-            args.out,
-            args.work or args.out.with_name(args.out.name + ".work"),
-            GenerationOptions(args.model, data, args.dtype, args.seed, limits),
-            HeadOptions(
-                num_heads=args.num_heads,
-                num_layers=args.head_layers,
-                own_projection=args.own_projection,
-                draft_vocab=args.draft_vocab,
-                decay=args.decay,
-                soft_targets=args.soft_targets,
-            ),
-            TrainerOptions(
-                epochs=args.epochs, batch_size=args.batch_size, lr=args.lr, seed=args.seed, save_every=args.save_every
-            ),
-            num_tokens=args.tokens,
-            num_slots=args.slots,
-            num_workers=args.workers,
-            device=args.device,
-            command=shlex.join(["specdec-kernels", *args.argv]),
-        )
-    except (NotImplementedError, OSError, ValueError) as error:
-        print(f"specdec-kernels train {args.kind}: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {args.out}; next: specdec-kernels tree optimize --heads {args.out} --nodes 16")
-    return 0
+    work = args.work or args.out.with_name(args.out.name + ".work")
+    return args.out, work, GenerationOptions(args.model, data, args.dtype, args.seed, limits)
+
+
+def _trainer_options(args: Namespace):
+    from ..training.trainer import TrainerOptions
+
+    return TrainerOptions(
+        epochs=args.epochs, batch_size=args.batch_size, lr=args.lr, seed=args.seed, save_every=args.save_every
+    )
+
+
+def _generation(args: Namespace) -> dict:
+    return {
+        "num_tokens": args.tokens,
+        "num_slots": args.slots,
+        "num_workers": args.workers,
+        "device": args.device,
+        "command": shlex.join(["specdec-kernels", *args.argv]),
+    }

@@ -4,11 +4,13 @@ from .calibrate import measure_accuracies, save_accuracies
 from .data import GenerationOptions, generate_conversations, read_conversations
 from .generate import Conversation, Limits
 from .hidden import HiddenStates, cache_hidden_states
+from .kangaroo import AdapterOptions, measure_agreement, train_adapter, train_kangaroo
 from .losses import linear_cross_entropy, medusa_loss
 from .medusa import HeadOptions, train_heads, train_medusa
 from .trainer import Trainer, TrainerOptions
 
 __all__ = [
+    "AdapterOptions",
     "Conversation",
     "GenerationOptions",
     "HeadOptions",
@@ -20,9 +22,12 @@ __all__ = [
     "generate_conversations",
     "linear_cross_entropy",
     "measure_accuracies",
+    "measure_agreement",
     "medusa_loss",
     "read_conversations",
     "save_accuracies",
+    "train_adapter",
     "train_heads",
+    "train_kangaroo",
     "train_medusa",
 ]

@@ -94,13 +94,16 @@ def row_of_token(heads, device: torch.device) -> Tensor | None:
     return to_row
 
 
-def format_accuracies(accuracies: list[list[float]], totals: list[int]) -> str:
-    """Return a table: for each head how often the label is among its best 1, 2, 3, … candidates."""
+def format_accuracies(accuracies: list[list[float]], totals: list[int], ahead: int = 2) -> str:
+    """Return a table: for each head how often the label is among its best 1, 2, 3, … candidates.
+
+    ``ahead`` is how many tokens after the last known one the first head predicts.
+    """
     columns = [k for k in (1, 2, 3, 4, 5, 6, 8, 10) if k <= len(accuracies[0])]
     lines = ["head  token  " + "".join(f"{f'top-{k}':>8}" for k in columns) + "    tokens"]
     for head, (row, total) in enumerate(zip(accuracies, totals, strict=True)):
         shares = "".join(f"{sum(row[:k]):8.3f}" for k in columns)
-        lines.append(f"{head + 1:>4}  {f't+{head + 2}':>5}  {shares}{total:>10,}")
+        lines.append(f"{head + 1:>4}  {f't+{head + ahead}':>5}  {shares}{total:>10,}")
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ it, the one a drafter sees when that token is pending:
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -77,22 +78,77 @@ def cache_hidden_states(
         dtype: of the rows on disk.
         max_tokens: padded tokens in one batch.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    conversations = sorted(conversations, key=lambda c: (len(c.prompt) + len(c.answer), c.index))
-    num_rows = sum(len(c.answer) for c in conversations)
-    row_bytes = hidden_size * dtype.itemsize
-    states = folder / "states.bin"
-    size = f"{num_rows:,} rows × {hidden_size} × {dtype.itemsize} bytes = {num_rows * row_bytes / 1e6:,.1f} MB"
-    print(f"hidden states: {size} in {states}", flush=True)
-    progress = _Progress(folder / "progress.json", _fingerprint(conversations, hidden_size, dtype))
-    if progress.conversations < len(conversations):
-        with open(states, "r+b" if states.exists() else "w+b") as file:
-            file.truncate(progress.rows * row_bytes)
-            file.seek(0, os.SEEK_END)
-            _compute(file, progress, conversations, model, dtype, max_tokens)
-    hidden = torch.from_file(str(states), shared=False, size=num_rows * hidden_size, dtype=dtype)
-    return HiddenStates(hidden.view(num_rows, hidden_size), conversations)
+    device = model.get_input_embeddings().weight.device
+
+    def answer_rows(batch: list[Conversation]) -> Tensor:
+        # Padding is on the right of causal rows: what comes before it never sees it, so no mask is needed.
+        hidden = model.base_model(input_ids=padded_ids(batch, device), use_cache=False).last_hidden_state
+        rows = [h[len(c.prompt) - 1 : len(c.prompt) + len(c.answer) - 1] for h, c in zip(hidden, batch, strict=True)]
+        return torch.cat(rows)
+
+    conversations = by_length(conversations)
+    store = RowStore(folder, [len(c.answer) for c in conversations], hidden_size, dtype)
+    return HiddenStates(store.fill(conversations, answer_rows, max_tokens), conversations)
+
+
+def by_length(conversations: list[Conversation]) -> list[Conversation]:
+    """Sort so that neighbours can share a batch."""
+    return sorted(conversations, key=lambda c: (len(c.prompt) + len(c.answer), c.index))
+
+
+def padded_ids(batch: list[Conversation], device: torch.device) -> Tensor:
+    """Return ``(n, L) int64``: the ids of whole conversations but for the last one, which predicts nothing."""
+    ids = [torch.tensor(c.prompt + c.answer[:-1]) for c in batch]
+    return torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
+
+
+class RowStore:
+    """Rows of numbers on disk, so many for each conversation; what is missing is computed, and can be interrupted.
+
+    Args:
+        folder: gets ``states.bin`` and ``progress.json``.
+        num_rows: of each conversation.
+        width: numbers of a row.
+        dtype: of the numbers.
+    """
+
+    def __init__(self, folder: str | Path, num_rows: list[int], width: int, dtype: torch.dtype):
+        self.folder, self.num_rows, self.width, self.dtype = Path(folder), num_rows, width, dtype
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def fill(
+        self, conversations: list[Conversation], rows_of: Callable[[list[Conversation]], Tensor], max_tokens: int
+    ) -> Tensor:
+        """Compute what is missing, after saying how large it gets; return all rows, memory-mapped.
+
+        Args:
+            conversations: sorted by length; another set than before starts over.
+            rows_of: returns the rows ``(n, width)`` of a batch.
+            max_tokens: padded tokens in one batch.
+        """
+        total, row_bytes = sum(self.num_rows), self.width * self.dtype.itemsize
+        path = self.folder / "states.bin"
+        size = f"{total:,} rows × {self.width} × {self.dtype.itemsize} bytes = {total * row_bytes / 1e6:,.1f} MB"
+        print(f"hidden states: {size} in {path}", flush=True)
+        progress = _Progress(self.folder / "progress.json", _fingerprint(conversations, self.width, self.dtype))
+        if progress.conversations < len(conversations):
+            with open(path, "r+b" if path.exists() else "w+b") as file:
+                file.truncate(progress.rows * row_bytes)
+                file.seek(0, os.SEEK_END)
+                self._compute(file, progress, conversations, rows_of, max_tokens)
+        rows = torch.from_file(str(path), shared=False, size=total * self.width, dtype=self.dtype)
+        return rows.view(total, self.width)
+
+    @torch.inference_mode()
+    def _compute(self, file, progress: "_Progress", conversations, rows_of, max_tokens: int) -> None:
+        with tqdm(total=sum(self.num_rows), initial=progress.rows, unit="tok", desc="hidden states") as bar:
+            while progress.conversations < len(conversations):
+                batch = _next_batch(conversations, progress.conversations, max_tokens)
+                block = rows_of(batch).to("cpu", self.dtype).contiguous()
+                file.write(block.view(torch.uint8).numpy().tobytes())
+                file.flush()
+                progress.add(len(batch), len(block))
+                bar.update(len(block))
 
 
 class _Progress:
@@ -115,33 +171,11 @@ class _Progress:
         os.replace(temporary, self.path)
 
 
-def _fingerprint(conversations: list[Conversation], hidden_size: int, dtype: torch.dtype) -> str:
-    digest = hashlib.sha256(f"{hidden_size} {dtype}".encode())
+def _fingerprint(conversations: list[Conversation], width: int, dtype: torch.dtype) -> str:
+    digest = hashlib.sha256(f"{width} {dtype}".encode())
     for c in conversations:
         digest.update(torch.tensor([c.index, len(c.prompt), *c.prompt, *c.answer]).numpy().tobytes())
     return digest.hexdigest()
-
-
-@torch.inference_mode()
-def _compute(file, progress: _Progress, conversations, model, dtype: torch.dtype, max_tokens: int) -> None:
-    device = model.get_input_embeddings().weight.device
-    total = sum(len(c.answer) for c in conversations)
-    with tqdm(total=total, initial=progress.rows, unit="tok", desc="hidden states") as bar:
-        while progress.conversations < len(conversations):
-            batch = _next_batch(conversations, progress.conversations, max_tokens)
-            ids = torch.nn.utils.rnn.pad_sequence(
-                [torch.tensor(c.prompt + c.answer[:-1]) for c in batch], batch_first=True
-            )
-            # Padding is on the right of causal rows: what comes before it never sees it, so no mask is needed.
-            hidden = model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
-            rows = [
-                h[len(c.prompt) - 1 : len(c.prompt) + len(c.answer) - 1] for h, c in zip(hidden, batch, strict=True)
-            ]
-            block = torch.cat(rows).to("cpu", dtype).contiguous()
-            file.write(block.view(torch.uint8).numpy().tobytes())
-            file.flush()
-            progress.add(len(batch), len(block))
-            bar.update(len(block))
 
 
 def _next_batch(conversations: list[Conversation], start: int, max_tokens: int) -> list[Conversation]:

@@ -138,12 +138,12 @@ def train_medusa(
     trainer = train_heads(
         heads, lm_head_weight, states, work / "training", options, trainer_options, compute_dtype=lm_head_weight.dtype
     )
-    heads.metadata = {"base_model_name_or_path": _base_model_name(generation.model)}
+    heads.metadata = {"base_model_name_or_path": base_model_name(generation.model)}
     heads = heads.to(lm_head_weight.dtype).requires_grad_(False)
     heads.save_pretrained(out)
     shutil.copy(trainer.curve, out / "training_curve.jsonl")
     report = _measure(heads, lm_head_weight, states)
-    save_accuracies(out / "accuracy.json", **report, model=_base_model_name(generation.model), command=command)
+    save_accuracies(out / "accuracy.json", **report, model=base_model_name(generation.model), command=command)
     print(format_accuracies(report["accuracies"], report["num_labels"]))
     return heads
 
@@ -185,7 +185,7 @@ def _measure(heads: MedusaHeads, lm_head_weight: Tensor, states: HiddenStates) -
     }
 
 
-def _base_model_name(name: str) -> str:
+def base_model_name(name: str) -> str:
     """Return a name that means something elsewhere: not a path of this machine."""
     if name == PACKAGED_MODEL:
         return "HuggingFaceTB/SmolLM2-135M-Instruct"

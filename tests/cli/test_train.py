@@ -48,6 +48,22 @@ def test_prompts_from_a_file(tiny, tmp_path):
     assert all(p[:2] == [1, 4] for p in prompts)
 
 
+def test_one_command_makes_an_adapter(tiny, tmp_path, capsys):
+    out = tmp_path / "adapter"
+    sizes = "--tokens 400 --user-len 4 --answer-len 12 --slots 8 --epochs 1 --batch-size 8 --exit-layer 1"
+    options = "--kind attention --alpha 0.2 --draft-vocab 20 --on-the-fly --dtype float32"
+    command = ["train", "kangaroo", "--model", tiny, "--out", str(out), *sizes.split(), *options.split()]
+    assert main(command) == 0
+    assert "KangarooDrafter.from_pretrained" in capsys.readouterr().out
+    found = json.loads((out / "accuracy.json").read_text())
+    assert (found["kind"], found["alpha"], found["draft_vocab"], found["exit_layer"]) == ("attention", 0.2, 20, 1)
+    assert {p.name for p in out.iterdir()} == {
+        *("model.safetensors", "config.json", "accuracy.json", "training_curve.jsonl")
+    }
+    assert main([*command[:-2], "--exit-layer", "9"]) == 2
+    assert "exit_layer must be in [1, 1], got 9" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_errors_are_one_line(tiny, tmp_path, capsys):
     out = tmp_path / "heads"
     assert main(arguments(tiny, out, "--data", str(tmp_path / "none.jsonl"))) == 2
