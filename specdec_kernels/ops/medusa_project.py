@@ -37,12 +37,14 @@ define_op(
     "medusa_project(Tensor hidden, Tensor w_res, Tensor? b_res, Tensor w_out, *, bool include_base=False) -> Tensor",
     reference=medusa_project_ref,
     fake=_fake_project,
+    native=("cpu",),
 )
 define_op(
     "medusa_project_topk(Tensor hidden, Tensor w_res, Tensor? b_res, Tensor w_out, int k, *, Tensor? vocab_map, "
     "bool include_base=False) -> (Tensor, Tensor, Tensor)",
     reference=medusa_project_topk_ref,
     fake=_fake_topk,
+    native=("cpu",),
 )
 
 
