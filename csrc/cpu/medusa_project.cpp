@@ -10,6 +10,7 @@
 #include "common/check.h"
 #include "common/empty.h"
 #include "common/register.h"
+#include "cpu/element_of.h"
 #include "cpu/isa.h"
 #include "cpu/medusa_project_kernel.h"
 #include "cpu/medusa_project_stages.h"
@@ -34,22 +35,6 @@ const Kernel* find_kernel(Element element) {
   return kernel ? kernel : find_kernel_plain(element);
 }
 
-Element element_of(const Tensor& hidden) {
-  using torch::headeronly::ScalarType;
-  switch (hidden.scalar_type()) {
-    case ScalarType::Float:
-      return Element::kFloat;
-    case ScalarType::BFloat16:
-      return Element::kBFloat16;
-    case ScalarType::Half:
-      return Element::kHalf;
-    case ScalarType::Double:
-      return Element::kDouble;
-    default:
-      STD_TORCH_CHECK(false, "hidden has an unsupported dtype");
-  }
-}
-
 void check_like(const char* name, const Tensor& tensor, int64_t dims, const Tensor& hidden) {
   STD_TORCH_CHECK(tensor.scalar_type() == hidden.scalar_type(), name, " must have hidden's dtype");
   check_same_device(name, tensor, hidden);
@@ -65,7 +50,7 @@ Call read_call(const Tensor& hidden, const Tensor& w_res, const std::optional<Te
   check_like("hidden", hidden, 2, hidden);
   check_like("w_res", w_res, 4, hidden);
   Call call{};
-  call.element = element_of(hidden);
+  call.element = floating_element_of("hidden", hidden);
   const int64_t item = bytes_of(call.element);
   call.batch = hidden.size(0), call.width = hidden.size(1);
   call.num_heads = w_res.size(0), call.num_layers = w_res.size(1);

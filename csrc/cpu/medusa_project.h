@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cpu/element.h"
+
 namespace specdec {
 namespace medusa {
 
@@ -10,11 +12,8 @@ namespace medusa {
 // threads. A product's bits depend on the two rows it multiplies only.
 constexpr int64_t kChunk = 192;
 
-enum class Element : uint8_t { kFloat, kBFloat16, kHalf, kDouble };
-
-inline int64_t bytes_of(Element element) {
-  return element == Element::kDouble ? 8 : element == Element::kFloat ? 4 : 2;
-}
+// Of one product.
+constexpr int64_t product_bytes(Element element) { return element == Element::kDouble ? 8 : 4; }
 
 // Rows of weights, up to kChunk of them; the stride is in bytes.
 struct Weights {

@@ -66,7 +66,7 @@ template <class A, class T>
 LogSum rank(const void* products, int64_t count, int64_t first_id, int64_t* keys, int64_t k) {
   T rounded[kChunk];
   store<A, T>(products, count, reinterpret_cast<char*>(rounded));
-  float logits[kChunk];
+  float logits[kChunk] = {};
   for (int64_t i = 0; i < count; i += FloatVec::kLanes) {
     const int some = static_cast<int>(smaller<int64_t>(FloatVec::kLanes, count - i));
     if constexpr (sizeof(T) == 8) {

@@ -102,7 +102,7 @@ void multiply_all(const Machine& machine, const Products& p, const Consume& cons
   }
   std::atomic<int64_t> next{0};
   machine.run(p.num_workers(machine.num_threads), [&](int64_t worker) {
-    const Bytes products(p.num_rows * kChunk * (p.element == Element::kDouble ? 8 : 4));
+    const Bytes products(p.num_rows * kChunk * product_bytes(p.element));
     for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < p.num_tasks();) {
       const int64_t group = task / p.num_chunks(), first = task % p.num_chunks() * kChunk;
       const int64_t count = std::min(kChunk, p.num_weights - first);
@@ -141,12 +141,12 @@ class States {
       const int64_t offset = head * call_.w_res_strides[0] + layer * call_.w_res_strides[1];
       p.groups.push_back({rows_of(head), call_.w_res + offset});
     }
-    const int64_t product_bytes = kChunk * (call_.element == Element::kDouble ? 8 : 4);
+    const int64_t stride = kChunk * product_bytes(call_.element);
     multiply_all(machine, p, [&](int64_t, int64_t head, int64_t first, int64_t count, const char* products) {
       const char* bias = call_.b_res;
       if (bias) bias += head * call_.b_res_strides[0] + layer * call_.b_res_strides[1] + first * item;
       for (int64_t b = 0; b < call_.batch; ++b) {
-        machine.kernel->finish_layer(products + b * product_bytes, bias, rows_of(head)[b] + first * item, count,
+        machine.kernel->finish_layer(products + b * stride, bias, rows_of(head)[b] + first * item, count,
                                      after.data() + (head * call_.batch + b) * row_bytes + first * item);
       }
     });
@@ -178,11 +178,11 @@ inline Products projection_of(const Call& call, const States& states) {
 inline void project(const Machine& machine, const Call& call, char* logits) {
   const States states(machine, call);
   const Products p = projection_of(call, states);
-  const int64_t item = bytes_of(call.element), product_bytes = kChunk * (call.element == Element::kDouble ? 8 : 4);
+  const int64_t item = bytes_of(call.element), stride = kChunk * product_bytes(call.element);
   multiply_all(machine, p, [&](int64_t, int64_t group, int64_t first, int64_t count, const char* products) {
     for (int64_t row = 0; row < p.num_rows; ++row) {
       const int64_t at = group * p.num_rows + row, head = at / call.batch, b = at % call.batch;
-      machine.kernel->store(products + row * product_bytes, count,
+      machine.kernel->store(products + row * stride, count,
                             logits + ((b * call.num_outputs() + head) * call.vocab + first) * item);
     }
   });
@@ -239,13 +239,13 @@ class Ranks {
 inline void project_topk(const Machine& machine, const Call& call, const Ranking& to) {
   const States states(machine, call);
   const Products p = projection_of(call, states);
-  const int64_t product_bytes = kChunk * (call.element == Element::kDouble ? 8 : 4);
+  const int64_t stride = kChunk * product_bytes(call.element);
   Ranks ranks(p, p.num_workers(machine.num_threads), to.k);
   multiply_all(machine, p, [&](int64_t worker, int64_t group, int64_t first, int64_t count, const char* products) {
     for (int64_t row = 0; row < p.num_rows; ++row) {
       const int64_t at = group * p.num_rows + row;
       ranks.sum(first / kChunk, at) =
-          machine.kernel->rank(products + row * product_bytes, count, first, ranks.keys(worker, at), to.k);
+          machine.kernel->rank(products + row * stride, count, first, ranks.keys(worker, at), to.k);
     }
   });
   for (int64_t row = 0; row < call.batch * call.num_outputs(); ++row) {

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kRows = 4;                               // of a panel; the last one may have fewer
 constexpr int kWide = FloatVec::kLanes == 16 ? 6 : 2;  // 24 sums in 32 registers, or 8 in 16
+constexpr int64_t kSteps = 256;                        // that a lane sums before lanes are summed, for precision
 constexpr int64_t kPanelsBytes = 512 << 10;            // of panels that should stay in the second-level cache
 
 // Weights of type T, everything else in Real.
@@ -88,6 +89,22 @@ void pack(const char* const* rows, int64_t count, int64_t width, void* operands)
   }
 }
 
+// The sum of each of four vectors. One order of summation for a kind of vector.
+template <class Vec>
+SPECDEC_INLINE void sum_each(const Vec (&x)[kRows], typename Vec::Real (&to)[kRows]) {
+  for (int i = 0; i < kRows; ++i) to[i] = x[i].sum();
+}
+#if defined(__AVX512F__)
+SPECDEC_INLINE void sum_each(const Avx512Vec (&x)[kRows], float (&to)[kRows]) {
+  // Sums of lanes 0, 2 and 1, 3 of each 128 bits for two vectors at a time; then of all four.
+  const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(x[0].v, x[1].v), _mm512_unpackhi_ps(x[0].v, x[1].v));
+  const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(x[2].v, x[3].v), _mm512_unpackhi_ps(x[2].v, x[3].v));
+  const __m512 c = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(c), _mm512_extractf32x8_ps(c, 1));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+#endif
+
 // Rows of weights that a tile asks memory for while it multiplies: a later tile reads them.
 struct Ahead {
   const char* data;
@@ -95,9 +112,10 @@ struct Ahead {
   int count;
 };
 
+// Columns begin ... end - 1 of a tile, added to its products or, the first time, stored.
 template <class A, class T, int kCount>
-void multiply_tile(const T* const (&weights)[kWide], const typename A::Operand* panel, int64_t width,
-                   const Ahead& ahead, int64_t num_wide, typename A::Real* products) {
+SPECDEC_INLINE void multiply_columns(const T* const (&weights)[kWide], const typename A::Operand* panel, int64_t begin,
+                                     int64_t end, const Ahead& ahead, int64_t num_wide, typename A::Real* products) {
   using Vec = typename A::Vec;
   Vec sums[kWide][kCount];
   SPECDEC_UNROLL_LOOP
@@ -116,22 +134,35 @@ void multiply_tile(const T* const (&weights)[kWide], const typename A::Operand* 
       for (int j = 0; j < kCount; ++j) sums[i][j] = A::dot(sums[i][j], weight, rows[j]);
     }
   };
-  int64_t c = 0;
-  for (; c + A::kStep <= width; c += A::kStep) {
+  int64_t c = begin;
+  for (; c + A::kStep <= end; c += A::kStep) {
     for (int i = 0; i < ahead.count; ++i) {
       __builtin_prefetch(ahead.data + i * ahead.stride + c * static_cast<int64_t>(sizeof(T)), 0, 2);
     }
     add(c, [](const T* p) __attribute__((always_inline)) { return A::load_step(p); });
   }
-  if (c < width) {
-    const int rest = static_cast<int>(width - c);
+  if (c < end) {
+    const int rest = static_cast<int>(end - c);
     add(c, [rest](const T* p) __attribute__((always_inline)) { return A::load_some(p, rest); });
   }
   SPECDEC_UNROLL_LOOP
   for (int i = 0; i < kWide; ++i) {
     if (i >= num_wide) break;
+    Vec four[kRows];
     SPECDEC_UNROLL_LOOP
-    for (int j = 0; j < kCount; ++j) products[j * kChunk + i] = sums[i][j].sum();
+    for (int j = 0; j < kRows; ++j) four[j] = sums[i][smaller(j, kCount - 1)];
+    typename A::Real all[kRows];
+    sum_each(four, all);
+    for (int j = 0; j < kCount; ++j) products[j * kChunk + i] = begin == 0 ? all[j] : products[j * kChunk + i] + all[j];
+  }
+}
+
+template <class A, class T, int kCount>
+void multiply_tile(const T* const (&weights)[kWide], const typename A::Operand* panel, int64_t width,
+                   const Ahead& ahead, int64_t num_wide, typename A::Real* products) {
+  constexpr int64_t kColumns = kSteps * A::kStep;
+  for (int64_t c = 0; c < width; c += kColumns) {
+    multiply_columns<A, T, kCount>(weights, panel, c, smaller(c + kColumns, width), ahead, num_wide, products);
   }
 }
 

@@ -1,0 +1,214 @@
+// Drives the torch-free core of the Medusa heads, meant to be built with AddressSanitizer and UBSan: all element types,
+// own and shared projections, borders of panels, tiles and chunks, on one and on several threads. Every buffer ends
+// where the next page must not be touched, since sanitizers do not see masked loads. Logits must match sums in double,
+// the ranking the logits, and nothing may depend on the number of threads.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cpu/medusa_project_kernel.h"
+#include "cpu/medusa_project_stages.h"
+
+namespace {
+
+using namespace specdec;
+using namespace specdec::medusa;
+
+std::mt19937 rng(5);
+
+int64_t below(int64_t bound) { return static_cast<int64_t>(rng() % static_cast<uint64_t>(bound)); }
+int64_t pick(std::initializer_list<int64_t> values) {
+  return values.begin()[below(static_cast<int64_t>(values.size()))];
+}
+
+void require(bool holds, const std::string& what) {
+  if (holds) return;
+  std::printf("FAILED: %s\n", what.c_str());
+  std::exit(1);
+}
+
+// Numbers whose end is the end of the last page that may be touched, and the same in double.
+class Numbers {
+ public:
+  Numbers(Element element, int64_t count) : element_(element) {
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t bytes = static_cast<size_t>(count * bytes_of(element));
+    size_ = (bytes + page - 1) / page * page + page;
+    base_ = static_cast<char*>(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    require(base_ != MAP_FAILED && mprotect(base_ + size_ - page, page, PROT_NONE) == 0, "no memory");
+    data_ = base_ + size_ - page - bytes;
+    values.resize(static_cast<size_t>(count));
+    std::uniform_real_distribution<float> uniform(-1, 1);
+    for (int64_t i = 0; i < count; ++i) values[i] = store(i, uniform(rng));
+  }
+  ~Numbers() { munmap(base_, size_); }
+  Numbers(const Numbers&) = delete;
+  Numbers& operator=(const Numbers&) = delete;
+  char* data() const { return data_; }
+  double at(int64_t i) const {
+    const char* const p = data_ + i * bytes_of(element_);
+    if (element_ == Element::kDouble) return *reinterpret_cast<const double*>(p);
+    if (element_ == Element::kFloat) return *reinterpret_cast<const float*>(p);
+    if (element_ == Element::kHalf) return to_float(*reinterpret_cast<const Half*>(p));
+    return to_float(*reinterpret_cast<const BFloat16*>(p));
+  }
+  std::vector<double> values;
+
+ private:
+  double store(int64_t i, float x) {
+    char* const p = data_ + i * bytes_of(element_);
+    if (element_ == Element::kDouble) *reinterpret_cast<double*>(p) = x;
+    if (element_ == Element::kFloat) *reinterpret_cast<float*>(p) = x;
+    if (element_ == Element::kHalf) from_float(x, reinterpret_cast<Half*>(p));
+    if (element_ == Element::kBFloat16) from_float(x, reinterpret_cast<BFloat16*>(p));
+    return at(i);
+  }
+  Element element_;
+  char *base_, *data_;
+  size_t size_;
+};
+
+Machine machine_of(const Kernel* kernel, int64_t num_threads) {
+  return {kernel, num_threads, [](int64_t workers, const std::function<void(int64_t)>& body) {
+            std::vector<std::thread> threads;
+            for (int64_t i = 0; i < workers; ++i) threads.emplace_back(body, i);
+            for (std::thread& thread : threads) thread.join();
+          }};
+}
+
+struct Trial {
+  Trial(Element element, int64_t b, int64_t m, int64_t r, int64_t c, int64_t v, bool own, bool base)
+      : hidden(element, b * c),
+        w_res(element, m * r * c * c),
+        b_res(element, m * r * c),
+        w_out(element, (own ? m : 1) * v * c) {
+    const int64_t item = bytes_of(element);
+    call.element = element;
+    call.batch = b, call.num_heads = m, call.num_layers = r, call.width = c, call.vocab = v;
+    call.own_projection = own, call.include_base = base;
+    call.hidden = hidden.data(), call.hidden_stride = c * item;
+    call.w_res = w_res.data();
+    call.w_res_strides[0] = r * c * c * item, call.w_res_strides[1] = c * c * item, call.w_res_strides[2] = c * item;
+    call.b_res = below(2) ? b_res.data() : nullptr;
+    call.b_res_strides[0] = r * c * item, call.b_res_strides[1] = c * item;
+    call.w_out = w_out.data();
+    call.w_out_strides[0] = own ? v * c * item : 0, call.w_out_strides[1] = c * item;
+  }
+
+  // The state of an output row (batch row, output) in double.
+  std::vector<double> state(int64_t b, int64_t output) const {
+    const int64_t c = call.width, head = output - call.include_base;
+    std::vector<double> x(hidden.values.begin() + b * c, hidden.values.begin() + (b + 1) * c);
+    for (int64_t layer = 0; head >= 0 && layer < call.num_layers; ++layer) {
+      const int64_t at = head * call.num_layers + layer;
+      std::vector<double> y = x;
+      for (int64_t i = 0; i < c; ++i) {
+        double sum = call.b_res ? b_res.values[at * c + i] : 0;
+        for (int64_t j = 0; j < c; ++j) sum += x[j] * w_res.values[(at * c + i) * c + j];
+        y[i] += sum / (1 + std::exp(-sum));
+      }
+      x = y;
+    }
+    return x;
+  }
+
+  Numbers hidden, w_res, b_res, w_out;
+  Call call{};
+};
+
+// The tolerance is relative to the sum of the magnitudes that a logit is made of.
+void check_logits(const Trial& trial, const Numbers& logits) {
+  const Call& call = trial.call;
+  const bool is_half = call.element == Element::kHalf || call.element == Element::kBFloat16;
+  const double tolerance = call.element == Element::kDouble ? 1e-12 : is_half ? 2e-2 : 1e-5;
+  for (int64_t row = 0; row < call.batch * call.num_outputs(); ++row) {
+    const int64_t output = row % call.num_outputs();
+    const std::vector<double> x = trial.state(row / call.num_outputs(), output);
+    const double* w = trial.w_out.values.data() + (call.own_projection ? output * call.vocab * call.width : 0);
+    for (int64_t i = 0; i < call.vocab; ++i, w += call.width) {
+      double want = 0, magnitude = 0;
+      for (int64_t j = 0; j < call.width; ++j) want += x[j] * w[j], magnitude += std::abs(x[j] * w[j]);
+      require(std::abs(logits.at(row * call.vocab + i) - want) <= tolerance * magnitude, "a logit");
+    }
+  }
+}
+
+struct Ranked {
+  std::vector<float> values, lse;
+  std::vector<int64_t> ids;
+  bool operator==(const Ranked&) const = default;
+};
+
+Ranked rank(const Machine& machine, const Call& call, int64_t k, const std::vector<int64_t>& vocab_map) {
+  const int64_t rows = call.batch * call.num_outputs();
+  Ranked to{std::vector<float>(rows * k), std::vector<float>(rows), std::vector<int64_t>(rows * k)};
+  project_topk(machine, call,
+               {k, vocab_map.empty() ? nullptr : vocab_map.data(), 1, to.values.data(), to.ids.data(), to.lse.data()});
+  return to;
+}
+
+void check_ranking(const Call& call, const Numbers& logits, const Ranked& ranked, int64_t k,
+                   const std::vector<int64_t>& vocab_map) {
+  for (int64_t row = 0; row < call.batch * call.num_outputs(); ++row) {
+    std::vector<int64_t> order(static_cast<size_t>(call.vocab));
+    std::iota(order.begin(), order.end(), 0);
+    const auto logit = [&](int64_t i) { return static_cast<float>(logits.at(row * call.vocab + i)); };
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return logit(a) > logit(b); });
+    for (int64_t i = 0; i < k; ++i) {
+      require(ranked.values[row * k + i] == logit(order[i]), "a value");
+      require(ranked.ids[row * k + i] == (vocab_map.empty() ? order[i] : vocab_map[order[i]]), "an id");
+    }
+    double sum = 0;
+    for (int64_t i = 0; i < call.vocab; ++i) sum += std::exp(static_cast<double>(logit(i)));
+    require(std::abs(ranked.lse[row] - std::log(sum)) <= 1e-5 * (1 + std::abs(std::log(sum))), "log-sum-exp");
+  }
+}
+
+void try_one(Element element, const Kernel* kernel) {
+  const bool own = below(2), base = !own && below(2);
+  const int64_t c = pick({1, 3, 16, 31, 33, 64, 150}), v = pick({1, 5, 6, 13, 191, 192, 193, 500});
+  const Trial trial(element, 1 + below(6), 1 + below(4), below(3), c, v, own, base);
+  const Call& call = trial.call;
+  const int64_t k = 1 + below(std::min<int64_t>(v, 64));
+  std::vector<int64_t> vocab_map(below(2) ? v : 0);
+  for (int64_t& id : vocab_map) id = below(1 << 20);
+  const Numbers logits(element, call.batch * call.num_outputs() * v);
+  project(machine_of(kernel, 1), call, logits.data());
+  check_logits(trial, logits);
+  const Ranked first = rank(machine_of(kernel, 1), call, k, vocab_map);
+  check_ranking(call, logits, first, k, vocab_map);
+  require(rank(machine_of(kernel, 3), call, k, vocab_map) == first, "threads change the ranking");
+}
+
+// Enough weights for several threads.
+void try_threads(Element element, const Kernel* kernel) {
+  const Trial trial(element, 2, 2, 1, 520, 1500, false, true);
+  const Ranked first = rank(machine_of(kernel, 1), trial.call, 64, {});
+  for (const int64_t threads : {2, 5}) {
+    require(rank(machine_of(kernel, threads), trial.call, 64, {}) == first, "threads change the ranking");
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (const Element element : {Element::kFloat, Element::kBFloat16, Element::kHalf}) {
+    for (int i = 0; i < 12; ++i) try_one(element, kernel_of(element));
+    try_threads(element, kernel_of(element));
+  }
+  const Kernel* const in_double = kernel_for<SingleArithmetic<ArrayVec<double, 4>>, double>();
+  for (int i = 0; i < 12; ++i) try_one(Element::kDouble, in_double);
+#if defined(__AVX512BF16__)
+  for (int i = 0; i < 24; ++i) try_one(Element::kBFloat16, kernel_for<PairArithmetic, BFloat16>());
+  try_threads(Element::kBFloat16, kernel_for<PairArithmetic, BFloat16>());
+#endif
+  std::printf("ok\n");
+}
