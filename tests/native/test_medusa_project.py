@@ -12,7 +12,8 @@ from .test_tree_attention import FLAGS
 SOURCE = Path(__file__).parent / "medusa_project.cpp"
 
 
-@pytest.mark.parametrize("isa", ["avx2", "avx512_bf16"])
+# The last level includes the code of the one before.
+@pytest.mark.parametrize("isa", [pytest.param("avx2", marks=pytest.mark.slow), "avx512_bf16"])
 def test_clean_under_sanitizers(isa: str, tmp_path: Path) -> None:
     native = _native.native_module()
     if native is None or isa not in native.cpu_isa().split():
