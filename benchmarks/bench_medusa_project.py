@@ -12,7 +12,8 @@ from specdec_kernels import medusa_project_topk
 from specdec_kernels.reference.medusa_project import medusa_project_topk_ref
 
 from .cases import MODELS
-from .harness import Cost
+from .harness import Cost, Result
+from .memory import peak_extra_bytes
 
 OP = "medusa_project"
 OURS = ("specdec_kernels",)
@@ -137,3 +138,26 @@ def _one_product(inputs: Inputs) -> list[Tensor]:
     else:
         logits = F.linear(x.flatten(0, 1), inputs.w_out).unflatten(0, x.shape[:2])
     return [logits.topk(TOP_K).values.transpose(0, 1).float()]
+
+
+def notes(results: list[Result], device: torch.device) -> str:
+    """Say how we do against the loop, and what memory the calls take beside that of all logits."""
+    lines = []
+    for case_id in dict.fromkeys(result.case for result in results):
+        median = {result.provider: result.median_us for result in results if result.case == case_id}
+        ours, case = median["specdec_kernels"], CASES[case_id]
+        inputs = make_inputs(case, device)
+        memory = [_memory(providers(case)[name], inputs, device) for name in ("specdec_kernels", "one_product")]
+        logits = 2 * case.batch * NUM_HEADS * case.vocab / 1e6
+        lines.append(
+            f"{case_id:24} {median['head_loop'] / ours:5.2f} times as fast as the loop, "
+            f"{cost(case).read_bytes / ours / 1e3:5.1f} GB/s; peak extra memory {memory[0]}, "
+            f"one product {memory[1]}; all logits are {logits:.2f} MB"
+        )
+    return "\n".join(lines)
+
+
+def _memory(run: Callable[[Inputs], list[Tensor]], inputs: Inputs, device: torch.device) -> str:
+    run(inputs)
+    peak = peak_extra_bytes(lambda: run(inputs), device)
+    return "unknown" if peak is None else f"{peak / 1e6:.2f} MB"

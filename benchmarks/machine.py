@@ -107,26 +107,3 @@ def _best_seconds(function: Callable[[], Tensor], device: torch.device, repeats:
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return best
-
-
-def peak_bytes(function: Callable[[], object], device: torch.device) -> int | None:
-    """Return by how many bytes memory grows at most during a call; None where the system does not tell."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        function()
-        return torch.cuda.max_memory_allocated(device) - before
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
-    except OSError:
-        return None
-    before = _resident_bytes("VmRSS")
-    function()
-    return max(0, _resident_bytes("VmHWM") - before)
-
-
-def _resident_bytes(name: str) -> int:
-    found = re.search(rf"^{name}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"/proc/self/status has no {name}")
-    return int(found.group(1)) << 10
