@@ -56,6 +56,11 @@ class DraftContext:
         """The tokens of each row so far; the last one is the pending token."""
         return self._rows.emitted
 
+    @property
+    def processes(self) -> bool:
+        """Whether logits are processed at all."""
+        return self._process_logits is not None
+
     def uniforms(self, count: int) -> Tensor:
         """Return this step's numbers for the drafter, ``(B, count)`` in (0, 1), see `draft_uniforms_at`."""
         return draft_uniforms_at(self._seeds, self.target.prefix_len, count)

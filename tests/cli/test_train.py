@@ -60,7 +60,7 @@ def test_one_command_makes_an_adapter(tiny, tmp_path, capsys):
     assert {p.name for p in out.iterdir()} == {
         *("model.safetensors", "config.json", "accuracy.json", "training_curve.jsonl")
     }
-    assert main([*command[:-2], "--exit-layer", "9"]) == 2
+    assert main([*command, "--exit-layer", "9"]) == 2
     assert "exit_layer must be in [1, 1], got 9" in capsys.readouterr().err.splitlines()[-1]
 
 
