@@ -52,6 +52,11 @@ class DraftContext:
         return ~torch.tensor(self._rows.finished, dtype=torch.bool, device=self.temperature.device)
 
     @property
+    def finished(self) -> Sequence[bool]:
+        """Whether each row has ended, on the host."""
+        return self._rows.finished
+
+    @property
     def emitted(self) -> Sequence[Sequence[int]]:
         """The tokens of each row so far; the last one is the pending token."""
         return self._rows.emitted

@@ -154,6 +154,14 @@ class LayeredTarget(Target, Protocol):
         ...
 
 
+class RewindableTarget(Target, Protocol):
+    """A target that can forget committed rows: what a draft model needs."""
+
+    def truncate(self, lengths: Tensor) -> None:
+        """Forget the rows past ``lengths`` ``(B,) int32``, none above ``prefix_len``."""
+        ...
+
+
 class Drafter(Protocol):
     """Proposes a draft for each step. Holds its own state for the batch between `begin` calls.
 
@@ -176,6 +184,8 @@ class Drafter(Protocol):
 
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
         """Learn which nodes were accepted, after each step.
+
+        ``draft`` is what was verified: the proposal, or the larger tree that `MergedDrafter` made of it.
 
         Rows with ``active == False`` (``(B,) bool``) have ended: their state is no longer asked for and must not grow.
         For the others ``num_accepted + 1`` ids were emitted, the last of which is the next pending token.

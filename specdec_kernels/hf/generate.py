@@ -1,6 +1,7 @@
 """Speculative decoding behind ``model.generate``."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..decoding.acceptance import Acceptance, GreedyAcceptance, RejectionAcceptance, TypicalAcceptance
-from ..decoding.drafters.plain import PlainDrafter
+from ..decoding.drafters import DraftModelDrafter, PlainDrafter
 from ..decoding.loop import decode
 from ..decoding.protocols import Drafter
 from ..decoding.randomness import row_seeds
@@ -35,7 +36,7 @@ def speculative_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    drafter: Drafter | None,
+    drafter: Drafter | PreTrainedModel | None,
     acceptance: str | Acceptance = "auto",
     seed: int | Sequence[int | None] | Tensor | None = None,
     token_streamer: Any = None,
@@ -49,8 +50,8 @@ def speculative_generate(
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: come from ``generate``.
-        drafter: proposes the draft trees, for example `MedusaDrafter.from_pretrained(path, model)`. None decodes
-            plainly through the same loop and kernels.
+        drafter: proposes the draft trees, for example `MedusaDrafter.from_pretrained(path, model)`. A smaller model
+            of the same vocabulary drafts through `DraftModelDrafter`. None decodes plainly through the same loop.
         acceptance: ``"auto"`` is exact: greedy without ``do_sample``, rejection with it. ``"greedy"``, ``"rejection"``,
             ``"typical"`` (Medusa's rule, not exact) name one; an `Acceptance` is taken as it is.
         seed: of the sampling. A number seeds all rows, each differently; a sequence has one for each row of the batch
@@ -73,7 +74,7 @@ def speculative_generate(
         >>> model.generate(**inputs, custom_generate=speculative_generate, drafter=drafter, max_new_tokens=64)
     """
     check_options(generation_config, logits_processor, model_kwargs)
-    drafter = PlainDrafter() if drafter is None else drafter
+    drafter = _drafter(drafter)
     sampled = bool(generation_config.do_sample)
     rule = _acceptance(acceptance, sampled)
     prompt_ids, prompt_len = right_padded(
@@ -127,7 +128,7 @@ def generate(
     model: GenerationMixin,
     inputs: Tensor | None = None,
     *,
-    drafter: Drafter | None,
+    drafter: Drafter | PreTrainedModel | None,
     streamer: Any = None,
     tokenizer: Any = None,
     **kwargs: Any,
@@ -136,7 +137,7 @@ def generate(
 
     Args:
         model, inputs: as for ``model.generate``.
-        drafter: proposes the draft trees; None decodes plainly.
+        drafter: as for `speculative_generate`.
         streamer: as for ``model.generate``.
         tokenizer: needed for ``stop_strings``.
         kwargs: everything else that ``model.generate`` takes, and ``acceptance``, ``seed``, ``stats`` of
@@ -170,6 +171,12 @@ def _stop_strings(model: GenerationMixin, kwargs: dict[str, Any]) -> str | list[
         return kwargs["stop_strings"]
     given = getattr(kwargs.get("generation_config"), "stop_strings", None)
     return model.generation_config.stop_strings if given is None else given
+
+
+def _drafter(drafter: Drafter | PreTrainedModel | None) -> Drafter:
+    if drafter is None:
+        return PlainDrafter()
+    return DraftModelDrafter(partial(HFTarget, drafter)) if isinstance(drafter, PreTrainedModel) else drafter
 
 
 def _acceptance(acceptance: str | Acceptance, sampled: bool) -> Acceptance:

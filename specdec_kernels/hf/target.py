@@ -216,6 +216,10 @@ class HFTarget:
         """
         self.cache.commit(accepted, num_accepted, active)
 
+    def truncate(self, lengths: Tensor) -> None:
+        """Forget the rows past ``lengths`` ``(B,) int32``, none above ``prefix_len`` (not checked)."""
+        self.cache.truncate(lengths)
+
     @torch.no_grad()
     def _run(
         self,

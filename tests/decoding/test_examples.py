@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from specdec_kernels.decoding import GreedyAcceptance
+from specdec_kernels.decoding.drafters import MedusaDrafter, NGramDrafter
 from specdec_kernels.modules import MedusaHeads
 from specdec_kernels.tree import DraftTree
 
 from .test_loop import PROMPTS, make
 from .toy import pad
 
+DRAFTERS = [f"drafters.{name}" for name in ("draft_model", "medusa", "merged", "ngram", "plain")]
 
-@pytest.mark.parametrize("module", ["loop", "stats", "randomness", "drafters.medusa"])
+
+@pytest.mark.parametrize("module", ["loop", "stats", "randomness", *DRAFTERS])
 def test_examples(module):
     target, drafter, _ = make(max_new_tokens=32)
     ids, lengths = pad(PROMPTS)
@@ -23,7 +26,9 @@ def test_examples(module):
         "torch": torch,
         "chain": chain,
         "DraftTree": DraftTree,
+        "MedusaDrafter": MedusaDrafter,
         "MedusaHeads": MedusaHeads,
+        "NGramDrafter": NGramDrafter,
         "GreedyAcceptance": GreedyAcceptance,
         "target": target,
         "drafter": drafter,

@@ -79,13 +79,13 @@ def law_of(table, temperature):
     return first[:, None, None] * second[:, :, None] * probs
 
 
-def sample(table, make_drafter, acceptance, temperature):
-    """Decode ``NUM_ROWS`` rows of the same prompt and count the outcomes, ``(V, V, V)``."""
+def sample(table, make_drafter, acceptance, temperature, prompt=PROMPT):
+    """Decode ``NUM_ROWS`` rows of the same prompt, which ends as `PROMPT`, and count the outcomes, ``(V, V, V)``."""
     seeds = row_seeds(3, NUM_ROWS)
     drafter = make_drafter(seeds)
-    target = TableTarget(table, NUM_ROWS, len(PROMPT) + NUM_TOKENS - 1 + drafter.max_nodes)
-    ids = torch.tensor(PROMPT).repeat(NUM_ROWS, 1)
-    lengths = torch.full((NUM_ROWS,), len(PROMPT), dtype=torch.int32)
+    target = TableTarget(table, NUM_ROWS, len(prompt) + NUM_TOKENS - 1 + drafter.max_nodes)
+    ids = torch.tensor(prompt).repeat(NUM_ROWS, 1)
+    lengths = torch.full((NUM_ROWS,), len(prompt), dtype=torch.int32)
     options = {"acceptance": acceptance, "temperature": temperature, "seeds": seeds}
     rows = [[] for _ in range(NUM_ROWS)]
     for step in decode(target, drafter, ids, lengths, max_new_tokens=NUM_TOKENS, **options):

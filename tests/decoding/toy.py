@@ -78,6 +78,12 @@ class ToyTarget:
             self.lengths[row] = length + 1 + count
             self.cache[row, length + 1 + count :] = POISON
 
+    def truncate(self, lengths: Tensor) -> None:
+        assert (lengths <= self.lengths).all(), "rows that are not there"
+        self.lengths = lengths.clone()
+        for row, length in enumerate(lengths.tolist()):
+            self.cache[row, length:] = POISON
+
     def _output(self, logits: Tensor) -> TargetOutput:
         return TargetOutput(logits.float(), torch.zeros(*logits.shape[:2], 1))
 
@@ -173,6 +179,10 @@ class TableTarget:
             nodes = accepted[moving, i].long()
             self.cache[moving, start[moving] + 1 + i] = self.cache[moving, start[moving] + nodes]
         self.lengths = torch.where(active, self.lengths + num_accepted + 1, self.lengths)
+
+    def truncate(self, lengths: Tensor) -> None:
+        assert (lengths <= self.lengths).all(), "rows that are not there"
+        self.lengths = lengths.clone()
 
     def _output(self, previous: Tensor, last: Tensor) -> TargetOutput:
         return TargetOutput(self.table[previous, last], torch.zeros(*last.shape, 1))

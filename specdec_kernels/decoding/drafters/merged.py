@@ -1,0 +1,189 @@
+"""Several drafters, one tree: what one proposes is grafted into the tree of another."""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..._validate import check_range, values_readable
+from ...tree.mask import depths_from_mask, mask_from_parents
+from ...types import Verification
+from ..drafting import DraftContext
+from ..protocols import Draft, Drafter, LayeredTarget, LayerPlan, TargetOutput
+
+
+class MergedDrafter:
+    """Merge the drafts of several drafters into one tree, which is verified in one pass.
+
+    Where two drafts begin alike the tree has one branch, which forks where they part:
+
+        trunk    root ─ a ─ b          branch   root ─ a ─ c ─ d          merged   root ─ a ┬ b
+                      └ e                                                        │        └ c ─ d
+                                                                                 └ e
+
+    So an n-gram drafter, which costs nothing, extends Medusa's tree where the text repeats itself. The nodes of the
+    first drafter come first and keep their numbers; those of the others follow while there is room.
+
+    Exact for every rule of acceptance. When the first drafter *draws* its tokens (a draft model in a sampled run),
+    nothing is grafted beside a drawn token, because siblings must come from one distribution: then the others only
+    extend its paths beyond their ends.
+
+    Args:
+        first: whose tree is the trunk.
+        others: whose drafts are grafted into it, in this order. They must not draw: `Draft.logits` None.
+        max_nodes: of the merged tree, root included; at least the first drafter's. All nodes of all drafters when None.
+
+    Raises:
+        ValueError: no ``others``, ``max_nodes`` out of range, or at `propose`: another drafter draws its tokens.
+
+    Example:
+        >>> heads = MedusaHeads(num_heads=2, num_layers=1, hidden_size=8, vocab_size=32)
+        >>> medusa = MedusaDrafter(heads, DraftTree.from_choices([[0], [1], [0, 0]]), torch.randn(32, 8))
+        >>> MergedDrafter(medusa, NGramDrafter(max_drafts=8), max_nodes=10).max_nodes
+        10
+    """
+
+    def __init__(self, first: Drafter, *others: Drafter, max_nodes: int | None = None):
+        if not others:
+            raise ValueError("MergedDrafter: there must be at least two drafters, got one")
+        everything = first.max_nodes + sum(drafter.max_nodes - 1 for drafter in others)
+        if max_nodes is not None:
+            check_range("MergedDrafter", "max_nodes", max_nodes, first.max_nodes, 1024)
+        self.drafters = (first, *others)
+        self._max_nodes = everything if max_nodes is None else min(everything, max_nodes)
+        self._context: DraftContext | None = None
+
+    @property
+    def max_nodes(self) -> int:
+        """The budget of the merged tree."""
+        return self._max_nodes
+
+    def bind(self, context: DraftContext) -> None:
+        """Hand the run on to the drafters that want it."""
+        self._context = context
+        for drafter in self.drafters:
+            if hasattr(drafter, "bind"):
+                drafter.bind(context)
+
+    def begin(self, prompt_ids: Tensor, prompt_len: Tensor, output: TargetOutput) -> None:
+        """Start a batch with every drafter."""
+        for drafter in self.drafters:
+            drafter.begin(prompt_ids, prompt_len, output)
+
+    @torch.no_grad()
+    def propose(self, pending: Tensor) -> Draft:
+        """Return the merged tree below the pending tokens ``(B,) int64``."""
+        first, *others = self.drafters
+        trunk = first.propose(pending)
+        merged = trunk
+        for drafter in others:
+            merged = graft(merged, drafter.propose(pending), self._max_nodes)
+        return self._run_shallow_layers(trunk, merged) if trunk.num_layers_run and merged is not trunk else merged
+
+    def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
+        """Tell every drafter what became of the merged tree."""
+        for drafter in self.drafters:
+            drafter.observe(draft, output, verification, active)
+
+    def _run_shallow_layers(self, trunk: Draft, merged: Draft) -> Draft:
+        """Run the layers that the trunk has behind it for the other nodes, too."""
+        if self._context is None:
+            raise RuntimeError("MergedDrafter.propose: it works only inside decode, which calls bind and begin")
+        start = trunk.ids.shape[1] if trunk.num_nodes is None else int(trunk.num_nodes.min())
+        target = cast(LayeredTarget, self._context.target)
+        depths = merged.depths[:, start:]
+        plan = LayerPlan(stop=trunk.num_layers_run)
+        new = target.run_layers(merged.ids[:, start:], merged.tree_mask, depths, plan, first_node=start)
+        assert trunk.hidden is not None
+        return merged._replace(hidden=torch.cat([trunk.hidden[:, :start], new.hidden], dim=1))
+
+
+def graft(trunk: Draft, branch: Draft, max_nodes: int) -> Draft:
+    """Put the nodes of one draft into another, each below the node that its parent became.
+
+    A node that the parent already has is the same node. The others are appended, while a row has fewer than
+    ``max_nodes``. On a GPU nothing waits for the device.
+
+    Args:
+        trunk: keeps its nodes and their numbers; it may have drawn tokens.
+        branch: chosen deterministically, on the same pending tokens.
+        max_nodes: of each row, at least the trunk's.
+
+    Returns:
+        The merged draft; on the CPU as wide as its longest row, elsewhere as all might need.
+
+    Raises:
+        ValueError: ``branch`` has logits.
+    """
+    if branch.logits is not None:
+        raise ValueError("MergedDrafter: only the first drafter may draw its tokens; got logits from another one")
+    batch, size = trunk.ids.shape
+    grown = _grow(trunk, branch, min(max_nodes, size + branch.ids.shape[1] - 1))
+    if grown is None:
+        return trunk
+    ids, parents, used = grown
+    width = max(int(used.max()), 1) if batch and values_readable(used) else ids.shape[1]
+    ids, parents = ids[:, :width], parents[:, :width]
+    mask = mask_from_parents(parents)
+    merged = trunk._replace(
+        ids=ids,
+        parents=parents.to(torch.int32),
+        tree_mask=mask,
+        depths=depths_from_mask(mask),
+        max_depth=min(max(trunk.max_depth, branch.max_depth), width - 1),
+        num_nodes=used[:, 0].to(torch.int32),
+    )
+    return merged if trunk.logits is None else merged._replace(logits=_logits(trunk, parents, used))
+
+
+def _grow(trunk: Draft, branch: Draft, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return ids and parents ``(B, width)`` and the nodes in use ``(B, 1)``; None when there is nothing to add."""
+    batch, size = trunk.ids.shape
+    if branch.ids.shape[1] == 1:
+        return None
+    ids = F.pad(trunk.ids, (0, width - size))
+    parents = F.pad(trunk.parents.expand(batch, -1).long(), (0, width - size))
+    trunk_used, branch_used = _num_nodes(trunk), _num_nodes(branch)
+    used = trunk_used
+    slots = torch.arange(width, device=ids.device)
+    branch_parents = branch.parents.expand(batch, -1).long()
+    # Where each node of the branch is in the merged tree, −1: nowhere.
+    places = torch.zeros_like(branch.ids)
+    for node in range(1, branch.ids.shape[1]):
+        parent, token = places.gather(1, branch_parents[:, node, None]), branch.ids[:, node, None]
+        is_child = (parents == parent) & (slots > 0) & (slots < used)
+        is_same = is_child & (ids == token)
+        is_there = is_same.any(1, keepdim=True)
+        is_wanted = (parent >= 0) & (node < branch_used)
+        is_new = is_wanted & ~is_there & (used < width)
+        if trunk.logits is not None:
+            is_new = is_new & ~(is_child & (slots < trunk_used)).any(1, keepdim=True)
+        place = torch.where(is_there, is_same.int().argmax(1, keepdim=True), used)
+        places[:, node] = torch.where(is_wanted & (is_there | is_new), place, -1)[:, 0]
+        is_here = is_new & (slots == used)
+        ids, parents = torch.where(is_here, token, ids), torch.where(is_here, parent, parents)
+        used = used + is_new.long()
+    return ids, parents, used
+
+
+def _num_nodes(draft: Draft) -> Tensor:
+    """``(B, 1) int64``: the nodes in use."""
+    if draft.num_nodes is None:
+        return torch.full_like(draft.ids[:, :1], draft.ids.shape[1])
+    return draft.num_nodes.long()[:, None]
+
+
+def _logits(trunk: Draft, parents: Tensor, used: Tensor) -> Tensor:
+    """Give the parents of grafted nodes a distribution under which these were chosen, not drawn.
+
+    Any point mass does: a draft that had no mass, or all of it, is judged as a choice.
+    """
+    assert trunk.logits is not None
+    logits = F.pad(trunk.logits, (0, 0, 0, parents.shape[1] - trunk.logits.shape[1]))
+    slots = torch.arange(parents.shape[1], device=parents.device)
+    is_grafted = (slots >= _num_nodes(trunk)) & (slots < used)
+    is_parent = ((parents[:, :, None] == slots) & is_grafted[:, :, None]).any(1)
+    point = torch.full_like(logits[0, 0], -torch.inf)
+    point[0] = 0
+    return torch.where(is_parent[:, :, None], point, logits)

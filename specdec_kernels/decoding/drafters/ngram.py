@@ -1,0 +1,165 @@
+"""Draft what followed the same words before (prompt lookup): no model, no weights."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from ..._validate import check_range
+from ...tree.mask import depths_from_mask, mask_from_parents
+from ...types import Verification
+from ..drafting import ChainLayout, DraftContext
+from ..protocols import Draft, TargetOutput
+from .plain import root_alone
+
+# Further places looked at for each branch wanted: many places of a frequent word go on alike.
+_PLACES_PER_BRANCH = 4
+
+
+class SuffixIndex:
+    """Where in a text each n-gram has occurred, kept up while the text grows.
+
+    Args:
+        min_ngram, max_ngram: the lengths that are indexed.
+        tokens: the text so far.
+
+    Example:
+        >>> index = SuffixIndex(1, 3, [5, 6, 7, 5, 6])
+        >>> next(index.continuations(4))
+        [7, 5, 6, 7]
+    """
+
+    def __init__(self, min_ngram: int, max_ngram: int, tokens: Sequence[int] = ()):
+        self._lengths = range(max_ngram, min_ngram - 1, -1)
+        self._tokens: list[int] = []
+        # n-gram → where the text goes on behind each of its occurrences, oldest first.
+        self._starts: dict[tuple[int, ...], list[int]] = {}
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append to the text."""
+        for token in tokens:
+            end = len(self._tokens)
+            for n in self._lengths:
+                if n <= end:
+                    self._starts.setdefault(tuple(self._tokens[end - n :]), []).append(end)
+            self._tokens.append(token)
+
+    def continuations(self, count: int, places: int = 1) -> Iterator[list[int]]:
+        """Yield ``count`` tokens that followed earlier occurrences of the text's suffix.
+
+        The longest suffix comes first, its newest occurrence before older ones. An occurrence so near to the end that
+        the text runs out goes on with what was just drafted: a loop is continued as a loop.
+
+        Args:
+            count: at least 1.
+            places: occurrences of each suffix to look at.
+        """
+        for n in self._lengths:
+            if n > len(self._tokens):
+                continue
+            for start in islice(reversed(self._starts.get(tuple(self._tokens[-n:]), [])), places):
+                period = len(self._tokens) - start
+                yield [self._tokens[start + i % period] for i in range(count)]
+
+
+class NGramDrafter:
+    """Propose what followed the last tokens when they last occurred in the prompt or in the text so far.
+
+    The longest suffix of at most ``max_ngram`` tokens that occurred before is looked up, its newest occurrence first
+    (prompt lookup decoding, Saxena 2023; LLMA, Yang et al. 2023, arXiv 2304.04487). Good where a text copies or repeats
+    itself: summaries, code, retrieval. A row without a match drafts nothing. The drafts are deterministic, so
+    `Draft.logits` is None and sampling stays exact.
+
+    Runs on the host, from tokens that the loop has there anyway: nothing waits for the device.
+
+    Args:
+        max_ngram: the longest suffix looked up.
+        min_ngram: the shortest.
+        max_drafts: tokens drafted along a path.
+        num_branches: so many different continuations, merged into a tree where they begin alike.
+
+    Raises:
+        ValueError: a number out of range.
+
+    Example:
+        >>> NGramDrafter(max_drafts=10, num_branches=2).max_nodes
+        21
+    """
+
+    def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1, max_drafts: int = 8, num_branches: int = 1):
+        check_range("NGramDrafter", "max_ngram", max_ngram, 1, 1024)
+        check_range("NGramDrafter", "min_ngram", min_ngram, 1, max_ngram)
+        check_range("NGramDrafter", "num_branches", num_branches, 1, 1023)
+        check_range("NGramDrafter", "max_drafts", max_drafts, 1, 1023 // num_branches)
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self.max_drafts, self.num_branches = max_drafts, num_branches
+        self._context: DraftContext | None = None
+
+    @property
+    def max_nodes(self) -> int:
+        """All branches in full length, and the root."""
+        return self.max_drafts * self.num_branches + 1
+
+    def bind(self, context: DraftContext) -> None:
+        """Take the run: its rows tell what was emitted."""
+        self._context = context
+
+    def begin(self, prompt_ids: Tensor, prompt_len: Tensor, output: TargetOutput) -> None:
+        """Index the prompts."""
+        rows = zip(prompt_ids.tolist(), prompt_len.tolist(), strict=True)
+        self._texts = [SuffixIndex(self.min_ngram, self.max_ngram, ids[:length]) for ids, length in rows]
+        self._num_indexed = [0] * len(self._texts)
+        self._layout = ChainLayout(self.max_drafts + 1, prompt_ids.device)
+
+    def propose(self, pending: Tensor) -> Draft:
+        """Return the continuations below the pending tokens ``(B,) int64``, as wide as the longest row's.
+
+        Raises:
+            RuntimeError: there was no `bind` and `begin`.
+        """
+        if self._context is None:
+            raise RuntimeError("NGramDrafter.propose: it works only inside decode, which calls bind and begin")
+        trees = [self._tree(row, tokens) for row, tokens in enumerate(self._context.emitted)]
+        num_nodes = [len(ids) for ids, _ in trees]
+        width = max(num_nodes, default=1)
+        if width == 1:
+            return root_alone(pending[:, None])
+        device = pending.device
+        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in trees], device=device)
+        used = torch.tensor(num_nodes, dtype=torch.int32, device=device)
+        if self.num_branches == 1:
+            layout = self._layout
+            shape = layout.parents(width), layout.mask(width), layout.depths(width)
+            return Draft(ids, *shape, width - 1, num_nodes=used)
+        padded = [parents + [0] * (width - len(parents)) for _, parents in trees]
+        parents = torch.tensor(padded, dtype=torch.int32, device=device)
+        mask = mask_from_parents(parents)
+        return Draft(ids, parents, mask, depths_from_mask(mask), min(width - 1, self.max_drafts), num_nodes=used)
+
+    def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
+        """Learn nothing: `propose` reads what was emitted."""
+
+    def _tree(self, row: int, emitted: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return ids and parents of a row's tree, the root first."""
+        ids, parents = [emitted[-1] if emitted else 0], [-1]
+        if self._context is None or self._context.finished[row]:
+            return ids, parents
+        text = self._texts[row]
+        text.extend(emitted[self._num_indexed[row] :])
+        self._num_indexed[row] = len(emitted)
+        children: dict[tuple[int, int], int] = {}
+        branches = 0
+        for path in text.continuations(self.max_drafts, 1 if self.num_branches == 1 else _PLACES_PER_BRANCH):
+            node, before = 0, len(ids)
+            for token in path:
+                if (node, token) not in children:
+                    children[node, token] = len(ids)
+                    ids.append(token)
+                    parents.append(node)
+                node = children[node, token]
+            branches += len(ids) > before
+            if branches == self.num_branches:
+                break
+        return ids, parents
