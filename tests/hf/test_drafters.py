@@ -8,11 +8,11 @@ import torch
 from specdec_kernels.decoding import DecodeStats
 from specdec_kernels.decoding.drafters import DraftModelDrafter, MergedDrafter, NGramDrafter
 from specdec_kernels.decoding.exits import ExitRule
-from specdec_kernels.decoding.protocols import LayerPlan
 from specdec_kernels.hf.generate import generate, speculative_generate
 from specdec_kernels.hf.target import HFTarget
 
 from .test_generate import BATCHES, NEW, PROMPTS, eos_of, inputs_of, medusa
+from .test_kangaroo import TREE, hopping
 from .tiny import VOCAB, tiny_model
 
 ALWAYS = ExitRule(threshold=0.0, target_rate=None)
@@ -39,21 +39,10 @@ def draft_model(model, **options):
     return DraftModelDrafter(partial(HFTarget, disturbed(model)), max_drafts=4, **options)
 
 
-class ShallowNGrams:
-    """N-grams of one token, ragged in a batch, with the target's first layer run: as a drafter that shares layers."""
-
-    def __init__(self):
-        self.source = NGramDrafter(max_ngram=1, max_drafts=2)
-        self.max_nodes, self.begin, self.observe = self.source.max_nodes, self.source.begin, self.source.observe
-
-    def bind(self, context):
-        self.source.bind(context)
-        self.context = context
-
-    def propose(self, pending):
-        draft = self.source.propose(pending)
-        output = self.context.target.run_layers(draft.ids, draft.tree_mask, draft.depths, LayerPlan(stop=1))
-        return draft._replace(num_layers_run=1, hidden=output.hidden)
+def kangaroo(model, tree=None):
+    drafter = hopping(model, 1, tree=tree, noise=0.02, exit_rule=ExitRule(threshold=0.3))
+    drafter.adapter.to(model.dtype)
+    return MergedDrafter(drafter, NGramDrafter(max_ngram=1, num_branches=2, max_drafts=4))
 
 
 DRAFTERS = {
@@ -63,7 +52,8 @@ DRAFTERS = {
     "ngram tree": lambda model: NGramDrafter(max_drafts=3, num_branches=3),
     "medusa + ngram": lambda model: MergedDrafter(medusa(model), NGramDrafter(num_branches=2), max_nodes=20),
     "draft model + ngram": lambda model: MergedDrafter(draft_model(model), NGramDrafter()),
-    "shallow + ngram": lambda model: MergedDrafter(ShallowNGrams(), NGramDrafter(num_branches=2)),
+    "kangaroo + ngram": kangaroo,
+    "kangaroo tree + ngram": lambda model: kangaroo(model, TREE),
 }
 # Prompts that repeat themselves, so that something is found.
 REPETITIVE = inputs_of([[5, 9, 40, 5, 9], [8, 8], [30, 31, 32, 30, 31, 40, 30, 31], [60, 2, 61]])

@@ -1,7 +1,5 @@
 """Several drafters, one tree: what one proposes is grafted into the tree of another."""
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +8,7 @@ from ..._validate import check_range, values_readable
 from ...tree.mask import depths_from_mask, mask_from_parents
 from ...types import Verification
 from ..drafting import DraftContext
-from ..protocols import Draft, Drafter, LayeredTarget, LayerPlan, TargetOutput
+from ..protocols import Draft, Drafter, TargetOutput
 
 
 class MergedDrafter:
@@ -30,7 +28,7 @@ class MergedDrafter:
     extend its paths beyond their ends.
 
     Args:
-        first: whose tree is the trunk.
+        first: whose tree is the trunk. One that gives `Draft.hidden` also has ``run_nodes``, as `KangarooDrafter` has.
         others: whose drafts are grafted into it, in this order. They must not draw: `Draft.logits` None.
         max_nodes: of the merged tree, root included; at least the first drafter's. All nodes of all drafters when None.
 
@@ -52,7 +50,6 @@ class MergedDrafter:
             check_range("MergedDrafter", "max_nodes", max_nodes, first.max_nodes, 1024)
         self.drafters = (first, *others)
         self._max_nodes = everything if max_nodes is None else min(everything, max_nodes)
-        self._context: DraftContext | None = None
 
     @property
     def max_nodes(self) -> int:
@@ -61,7 +58,6 @@ class MergedDrafter:
 
     def bind(self, context: DraftContext) -> None:
         """Hand the run on to the drafters that want it."""
-        self._context = context
         for drafter in self.drafters:
             if hasattr(drafter, "bind"):
                 drafter.bind(context)
@@ -79,24 +75,21 @@ class MergedDrafter:
         merged = trunk
         for drafter in others:
             merged = graft(merged, drafter.propose(pending), self._max_nodes)
-        return self._run_shallow_layers(trunk, merged) if trunk.num_layers_run and merged is not trunk else merged
+        if trunk.hidden is None or merged is trunk:
+            return merged
+        # Layers that the first drafter has run for its nodes are run for the others, too.
+        start = trunk.ids.shape[1] if trunk.num_nodes is None else int(trunk.num_nodes.min())
+        hidden, new_ids = trunk.hidden[:, :start], merged.ids[:, start:]
+        if new_ids.shape[1]:
+            run_nodes = first.run_nodes  # type: ignore[attr-defined]
+            new, *_ = run_nodes(new_ids, merged.tree_mask, merged.depths[:, start:], start)
+            hidden = torch.cat([hidden, new], dim=1)
+        return merged._replace(hidden=hidden)
 
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
         """Tell every drafter what became of the merged tree."""
         for drafter in self.drafters:
             drafter.observe(draft, output, verification, active)
-
-    def _run_shallow_layers(self, trunk: Draft, merged: Draft) -> Draft:
-        """Run the layers that the trunk has behind it for the other nodes, too."""
-        if self._context is None:
-            raise RuntimeError("MergedDrafter.propose: it works only inside decode, which calls bind and begin")
-        start = trunk.ids.shape[1] if trunk.num_nodes is None else int(trunk.num_nodes.min())
-        target = cast(LayeredTarget, self._context.target)
-        depths = merged.depths[:, start:]
-        plan = LayerPlan(stop=trunk.num_layers_run)
-        new = target.run_layers(merged.ids[:, start:], merged.tree_mask, depths, plan, first_node=start)
-        assert trunk.hidden is not None
-        return merged._replace(hidden=torch.cat([trunk.hidden[:, :start], new.hidden], dim=1))
 
 
 def graft(trunk: Draft, branch: Draft, max_nodes: int) -> Draft:
