@@ -28,7 +28,7 @@ import torch
 from benchmarks.e2e.providers import OURS, THEIRS, Provider, provider
 from benchmarks.harness import RESULTS
 from benchmarks.machine import describe_machine
-from specdec_kernels.cli.demo import SHIPPED_HEADS
+from specdec_kernels.cli import _drafters
 from specdec_kernels.hf.load import PACKAGED_MODEL, load_model, load_tokenizer
 
 OWN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
@@ -236,10 +236,12 @@ def main() -> int:
         help=f"one or more of {', '.join((*OURS, *THEIRS))}",
     )
     parser.add_argument("--without-generate", action="store_true", help="only our own plain decoding as a standard")
-    parser.add_argument("--heads", type=Path, default=SHIPPED_HEADS)
     parser.add_argument("--model", default=PACKAGED_MODEL)
+    _drafters.add_arguments(parser)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<device>/e2e_*.jsonl")
     args = parser.parse_args()
+    for name in set(args.drafter) & set(OURS):
+        _drafters.check(name, args)
     model = load_model(args.model, dtype=getattr(torch, args.dtype))
     rows = run_all(args, model, load_tokenizer(args.model))
     lines = summary(rows)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from specdec_kernels.decoding.drafters import MedusaDrafter
+from specdec_kernels.cli import _drafters
 from specdec_kernels.decoding.stats import DecodeStats
 from specdec_kernels.hf.generate import speculative_generate
 
@@ -19,22 +19,15 @@ class Decoded(NamedTuple):
 
 Provider = Callable[[dict, dict], Decoded]
 
-# transformers' own prompt lookup takes batches of one, and so does its early exit.
-LOOKUP_TOKENS, EXIT_LAYER = 10, 8
-THEIRS = {
-    "hf_lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
-    "hf_early_exit": {"assistant_early_exit": EXIT_LAYER},
-}
-OURS: dict[str, Callable] = {
-    "plain": lambda model, args: None,
-    "medusa": lambda model, args: MedusaDrafter.from_pretrained(args.heads, model),
-}
+OURS = _drafters.NAMES
+# transformers' own speculation takes batches of one.
+THEIRS = {"hf-lookup": {"prompt_lookup_num_tokens": 10}, "hf-early-exit": {"assistant_early_exit": 8}}
 
 
 def provider(name: str, model, args) -> Provider:
     """Return the function ``(inputs, options) → Decoded`` of a provider: ``generate``, or a name of THEIRS or OURS."""
     if name in OURS:
-        drafter = OURS[name](model, args)
+        drafter = _drafters.make(name, args, model)
 
         def ours(inputs: dict, options: dict) -> Decoded:
             stats = DecodeStats()

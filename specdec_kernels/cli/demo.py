@@ -2,15 +2,12 @@
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from ..hf.load import PACKAGED_MODEL
+from . import _drafters
 from ._arguments import device, positive_int
-
-# Heads that come with the repository; they fit the packaged model only.
-SHIPPED_HEADS = Path(__file__).parents[2] / "examples" / "heads" / "smollm2-135m-instruct-medusa"
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue during the day and red in the evening.",
@@ -42,7 +39,8 @@ def add_arguments(parser) -> None:
     """Declare the options of the demo."""
     parser.add_argument("--prompt", action="append", help="a user message; may be given several times")
     parser.add_argument("--model", default=PACKAGED_MODEL, help="'smollm2', a folder, a .gguf file, or a hub id")
-    parser.add_argument("--heads", type=Path, help="folder with Medusa heads (default: the shipped ones for smollm2)")
+    parser.add_argument("--drafter", choices=_drafters.NAMES, default="medusa", help="default: medusa")
+    _drafters.add_arguments(parser)
     parser.add_argument("--max-new-tokens", type=positive_int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling, when the temperature is above 0")
@@ -51,20 +49,17 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    """Load the model and the heads, decode every prompt twice, print the table and the tree."""
+    """Load the model and the drafter, decode every prompt twice, print the table and, when it is fixed, the tree."""
     from transformers.utils import logging
 
-    from ..decoding.drafters.medusa import MedusaDrafter
     from ..hf.load import load_model, load_tokenizer
 
     logging.disable_progress_bar()
-    heads = args.heads or _heads_for(args.model)
-    if not heads.exists():
-        raise SystemExit(f"there are no heads at {heads}")
+    _drafters.check(args.drafter, args)
     print(f"loading {args.model} ({args.dtype}) ...", flush=True)
     model = load_model(args.model, dtype=getattr(torch, args.dtype), device=args.device)
     tokenizer = load_tokenizer(args.model)
-    drafter = MedusaDrafter.from_pretrained(heads, model)
+    drafter = _drafters.make(args.drafter, args, model)
     _decode_both(model, drafter, _encode(tokenizer, "Hello"), args, None, max_new_tokens=8)
     comparisons, stats = [], None
     for prompt in args.prompt or PROMPTS:
@@ -73,17 +68,6 @@ def run(args) -> int:
         comparisons.append(comparison)
     _print_table(comparisons, stats, drafter, sampled=args.temperature > 0)
     return 0
-
-
-def _heads_for(model_name: str) -> Path:
-    if model_name != PACKAGED_MODEL:
-        raise SystemExit(
-            f"no heads are shipped for {model_name}; train some with "
-            f"`specdec-kernels train medusa --model {model_name} --out HEADS`, then pass --heads HEADS"
-        )
-    if not SHIPPED_HEADS.exists():
-        raise SystemExit("the shipped heads lie in a clone of the repository (examples/heads); pass --heads FOLDER")
-    return SHIPPED_HEADS
 
 
 def _encode(tokenizer, prompt: str) -> dict[str, torch.Tensor]:
@@ -136,12 +120,13 @@ def _print_table(comparisons: list[Comparison], stats, drafter, sampled: bool) -
         ("speculative", f"{ours:.1f} tokens/s"),
         ("speed-up", f"{ours / plain:.2f} x"),
         ("mean accepted drafts per step", f"{stats.mean_accepted:.2f} ({stats.tokens_per_step:.2f} tokens per step)"),
-        ("tree size", f"{drafter.tree.num_nodes} nodes, depth {drafter.tree.max_depth}"),
+        ("tree size", f"{drafter.max_nodes} nodes at most"),
         ("output identical", _verdict(comparisons, sampled)),
     ]
     print("\n" + "\n".join(f"{name:<32}{value}" for name, value in rows))
-    print("\ndraft tree (node numbers; children are ranked candidates of the next head)\n")
-    print(draw_text(drafter.tree))
+    if getattr(drafter, "tree", None) is not None:
+        print("\ndraft tree (node numbers; children are ranked candidates of the next head)\n")
+        print(draw_text(drafter.tree))
 
 
 def _verdict(comparisons: list[Comparison], sampled: bool) -> str:

@@ -5,7 +5,7 @@ import importlib.metadata
 import pytest
 import torch
 
-from specdec_kernels.cli.demo import SHIPPED_HEADS
+from specdec_kernels.cli._drafters import SHIPPED_HEADS
 from specdec_kernels.decoding import DecodeStats
 from specdec_kernels.decoding.drafters import MedusaDrafter
 from specdec_kernels.hf.generate import generate
