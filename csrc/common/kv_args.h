@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "common/check.h"
@@ -12,8 +13,8 @@
 namespace specdec {
 
 // What the CPU and the CUDA kernels of an op must look like: the argument types of its schema.
-using KvCompact = void(std::vector<Tensor>, Tensor, Tensor, Tensor);
-using PagedKvCompact = void(std::vector<Tensor>, Tensor, Tensor, Tensor, Tensor);
+using KvCompact = void(std::vector<Tensor>, Tensor, Tensor, Tensor, std::optional<Tensor>);
+using PagedKvCompact = void(std::vector<Tensor>, Tensor, Tensor, Tensor, Tensor, std::optional<Tensor>);
 
 inline IndexMatrix as_index_matrix(const Tensor& tensor) {
   return {static_cast<const int32_t*>(tensor.const_data_ptr()), tensor.stride(0),
@@ -21,7 +22,7 @@ inline IndexMatrix as_index_matrix(const Tensor& tensor) {
 }
 
 inline Paths read_paths(const Tensor& accepted, const Tensor& num_accepted, const Tensor& prefix_len,
-                        const Tensor* block_table) {
+                        const Tensor* block_table, const std::optional<Tensor>& new_len) {
   const int64_t batch = accepted.dim() == 2 ? accepted.size(0) : -1;
   check_int32("accepted", accepted, 2, batch);
   check_int32("num_accepted", num_accepted, 1, batch);
@@ -39,6 +40,12 @@ inline Paths read_paths(const Tensor& accepted, const Tensor& num_accepted, cons
     check_same_device("block_table", *block_table, accepted);
     paths.block_table = as_index_matrix(*block_table);
     paths.max_pages = static_cast<uint32_t>(block_table->size(1));
+  }
+  if (new_len) {
+    check_int32("new_len", *new_len, 1, batch);
+    check_same_device("new_len", *new_len, accepted);
+    paths.new_len = {static_cast<int32_t*>(new_len->mutable_data_ptr()), new_len->stride(0)};
+    STD_TORCH_CHECK(batch == 0 || paths.new_len.data != paths.prefix_len.data, "new_len must not be prefix_len");
   }
   return paths;
 }

@@ -48,11 +48,18 @@ struct IndexMatrix {
   }
 };
 
+// Where the next lengths go, one for each sequence; data is null when nobody asked. Stride in elements.
+struct NewLengths {
+  int32_t* data;
+  int64_t stride;
+};
+
 struct Paths {
   IndexMatrix accepted;      // (batch, max_accepted)
   IndexMatrix num_accepted;  // (batch, 1)
   IndexMatrix prefix_len;    // (batch, 1)
   IndexMatrix block_table;   // (batch, max_pages), paged caches only
+  NewLengths new_len;
   uint32_t batch;
   int32_t max_accepted;
   uint32_t max_pages;
@@ -72,6 +79,18 @@ SPECDEC_HOST_DEVICE int64_t row_offset(const Layout& layout, const Paths& paths,
     if (position >= layout.inner_size) return -1;
     return sequence * layout.outer_stride + position * layout.inner_stride;
   }
+}
+
+// The root and the accepted nodes join the prefix. A count below 0 adds nothing, and as elsewhere a count above
+// max_accepted is max_accepted; a negative prefix stays what it is.
+SPECDEC_HOST_DEVICE void write_new_length(const Paths& paths, uint32_t sequence) {
+  int32_t count = paths.num_accepted.at(sequence, 0);
+  if (count > paths.max_accepted) count = paths.max_accepted;
+  const int32_t prefix = paths.prefix_len.at(sequence, 0);
+  const bool grows = prefix >= 0 && count >= 0;
+  // Added without a sign: a prefix near the end of the range wraps and does not trap.
+  const uint32_t length = static_cast<uint32_t>(prefix) + (grows ? static_cast<uint32_t>(count) + 1u : 0u);
+  paths.new_len.data[sequence * paths.new_len.stride] = static_cast<int32_t>(length);
 }
 
 // Moves one lane along the path of one sequence. `copy(lane, source, target)` is given kInFlight offsets at a time and

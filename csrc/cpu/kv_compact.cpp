@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -17,15 +18,16 @@ constexpr auto kParallelFor = [](int64_t end, int64_t grain, const auto& body) {
   torch::stable::parallel_for(0, end, grain, body);
 };
 
-void kv_compact_cpu(std::vector<Tensor> caches, Tensor accepted, Tensor num_accepted, Tensor prefix_len) {
-  const Paths paths = read_paths(accepted, num_accepted, prefix_len, nullptr);
+void kv_compact_cpu(std::vector<Tensor> caches, Tensor accepted, Tensor num_accepted, Tensor prefix_len,
+                    std::optional<Tensor> new_len) {
+  const Paths paths = read_paths(accepted, num_accepted, prefix_len, nullptr, new_len);
   const std::vector<Cache> rows = read_caches(caches, accepted, false);
   compact_caches<false>(rows.data(), static_cast<int64_t>(rows.size()), paths, kParallelFor);
 }
 
 void paged_kv_compact_cpu(std::vector<Tensor> caches, Tensor block_table, Tensor accepted, Tensor num_accepted,
-                          Tensor prefix_len) {
-  const Paths paths = read_paths(accepted, num_accepted, prefix_len, &block_table);
+                          Tensor prefix_len, std::optional<Tensor> new_len) {
+  const Paths paths = read_paths(accepted, num_accepted, prefix_len, &block_table, new_len);
   const std::vector<Cache> rows = read_caches(caches, accepted, true);
   compact_caches<true>(rows.data(), static_cast<int64_t>(rows.size()), paths, kParallelFor);
 }

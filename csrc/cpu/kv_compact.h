@@ -34,6 +34,9 @@ template <bool kPaged, class ParallelFor>
 void compact_caches(const Cache* caches, int64_t num_caches, const Paths& paths, const ParallelFor& parallel_for) {
   // Below this many bytes a thread costs more to wake than it saves.
   constexpr int64_t kBytesPerThread = 256 << 10;
+  for (uint32_t sequence = 0; paths.new_len.data && sequence < paths.batch; ++sequence) {
+    write_new_length(paths, sequence);
+  }
   const int64_t moves = count_moves(paths);
   if (moves == 0) return;
   int64_t bytes_per_move = 0;

@@ -8,18 +8,20 @@
 namespace specdec {
 namespace medusa {
 
-// Weight rows of one task. The log-sum-exp of a row follows these borders and nothing else: not the batch, not the
-// threads. A product's bits depend on the two rows it multiplies only.
+// Weight rows multiplied at a time. The log-sum-exp of a row follows these borders and nothing else: not the batch, not
+// the threads. A product's bits depend on the two rows it multiplies only.
 constexpr int64_t kChunk = 192;
 
 // Of one product.
 constexpr int64_t product_bytes(Element element) { return element == Element::kDouble ? 8 : 4; }
 
-// Rows of weights, up to kChunk of them; the stride is in bytes.
+// Rows of weights, up to kChunk of them; the stride is in bytes. `count_ahead` rows, at least `count`, are about to be
+// read.
 struct Weights {
   const char* data;
   int64_t stride;
   int64_t count;
+  int64_t count_ahead;
   int64_t width;
 };
 

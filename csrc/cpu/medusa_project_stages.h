@@ -1,7 +1,7 @@
 // The stages of one call, torch-free: residual layers, projection, and what is kept of the logits.
 //
-// A stage is a list of tasks, one chunk of weight rows each, times all rows of states that want these weights. Threads
-// take tasks in order; no result depends on who takes which.
+// A stage is a list of tasks: some chunks of weight rows each, times all rows of states that want these weights.
+// Threads take tasks in order; no result depends on who takes which.
 #pragma once
 
 #include <algorithm>
@@ -78,7 +78,13 @@ struct Products {
   Element element;
 
   int64_t num_chunks() const { return (num_weights + kChunk - 1) / kChunk; }
-  int64_t num_tasks() const { return static_cast<int64_t>(groups.size()) * num_chunks(); }
+  // Weight rows of a task: narrow ones in numbers, since a task's first rows are not fetched ahead.
+  int64_t task_size() const {
+    constexpr int64_t kTaskBytes = 1 << 20;
+    return kChunk * std::max<int64_t>(1, kTaskBytes / (kChunk * width * bytes_of(element)));
+  }
+  int64_t tasks_per_group() const { return (num_weights + task_size() - 1) / task_size(); }
+  int64_t num_tasks() const { return static_cast<int64_t>(groups.size()) * tasks_per_group(); }
   int64_t num_workers(int64_t num_threads) const {
     constexpr int64_t kBytesPerThread = 256 << 10;  // of weights; below, waking a thread costs more than it saves
     const int64_t bytes = static_cast<int64_t>(groups.size()) * num_weights * width * bytes_of(element);
@@ -104,11 +110,14 @@ void multiply_all(const Machine& machine, const Products& p, const Consume& cons
   machine.run(p.num_workers(machine.num_threads), [&](int64_t worker) {
     const Bytes products(p.num_rows * kChunk * product_bytes(p.element));
     for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < p.num_tasks();) {
-      const int64_t group = task / p.num_chunks(), first = task % p.num_chunks() * kChunk;
-      const int64_t count = std::min(kChunk, p.num_weights - first);
-      const Weights weights{p.groups[group].weights + first * p.weight_stride, p.weight_stride, count, p.width};
-      kernel.multiply(weights, operands_of(group), p.num_rows, products.data());
-      consume(worker, group, first, count, products.data());
+      const int64_t group = task / p.tasks_per_group(), begin = task % p.tasks_per_group() * p.task_size();
+      const int64_t end = std::min(begin + p.task_size(), p.num_weights);
+      for (int64_t first = begin; first < end; first += kChunk) {
+        const Weights weights{p.groups[group].weights + first * p.weight_stride, p.weight_stride,
+                              std::min(kChunk, end - first), end - first, p.width};
+        kernel.multiply(weights, operands_of(group), p.num_rows, products.data());
+        consume(worker, group, first, weights.count, products.data());
+      }
     }
   });
 }

@@ -16,6 +16,7 @@ namespace {
 constexpr int kRows = 4;                               // of a panel; the last one may have fewer
 constexpr int kWide = FloatVec::kLanes == 16 ? 6 : 2;  // 24 sums in 32 registers, or 8 in 16
 constexpr int64_t kSteps = 256;                        // that a lane sums before lanes are summed, for precision
+constexpr int64_t kAheadBytes = 32 << 10;              // of weights between those in use and those being fetched
 constexpr int64_t kPanelsBytes = 512 << 10;            // of panels that should stay in the second-level cache
 
 // Weights of type T, everything else in Real.
@@ -166,18 +167,19 @@ void multiply_tile(const T* const (&weights)[kWide], const typename A::Operand* 
   }
 }
 
-// One kWide of weight rows times `count` packed rows. The rows of the next kWide are fetched meanwhile, some with each
-// panel, so that memory is busy all the time.
+// One kWide of weight rows times `count` packed rows. Rows that come kAheadBytes later, or next, are fetched meanwhile,
+// some with each panel, so that memory is busy all the time.
 template <class A, class T>
-void multiply_wide(const Weights& weights, int64_t first, const typename A::Operand* panels, int64_t count,
-                   bool fetch_next, typename A::Real* products) {
+void multiply_wide(const Weights& weights, int64_t first, const typename A::Operand* panels, int64_t count, bool fetch,
+                   typename A::Real* products) {
   const T* rows[kWide];
   for (int i = 0; i < kWide; ++i) {
     rows[i] = reinterpret_cast<const T*>(weights.data + smaller(first + i, weights.count - 1) * weights.stride);
   }
   const int64_t num_panels = (count + kRows - 1) / kRows, per_panel = (kWide + num_panels - 1) / num_panels;
-  int64_t next = first + kWide;
-  const int64_t end = fetch_next ? smaller(next + kWide, weights.count) : next;
+  const int64_t row_bytes = weights.width * static_cast<int64_t>(sizeof(T));
+  int64_t next = first + larger<int64_t>(1, kAheadBytes / (row_bytes * kWide)) * kWide;
+  const int64_t end = fetch ? smaller(next + kWide, weights.count_ahead) : next;
   for (int64_t row = 0; row < count; row += kRows) {
     const Ahead ahead{weights.data + next * weights.stride, weights.stride,
                       static_cast<int>(larger<int64_t>(0, smaller(per_panel, end - next)))};

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -26,14 +27,15 @@ void launch_all(const std::vector<Cache>& caches, const Paths& paths, int32_t de
   });
 }
 
-void kv_compact_cuda(std::vector<Tensor> caches, Tensor accepted, Tensor num_accepted, Tensor prefix_len) {
-  const Paths paths = read_paths(accepted, num_accepted, prefix_len, nullptr);
+void kv_compact_cuda(std::vector<Tensor> caches, Tensor accepted, Tensor num_accepted, Tensor prefix_len,
+                     std::optional<Tensor> new_len) {
+  const Paths paths = read_paths(accepted, num_accepted, prefix_len, nullptr, new_len);
   launch_all<false>(read_caches(caches, accepted, false), paths, accepted.get_device_index());
 }
 
 void paged_kv_compact_cuda(std::vector<Tensor> caches, Tensor block_table, Tensor accepted, Tensor num_accepted,
-                           Tensor prefix_len) {
-  const Paths paths = read_paths(accepted, num_accepted, prefix_len, &block_table);
+                           Tensor prefix_len, std::optional<Tensor> new_len) {
+  const Paths paths = read_paths(accepted, num_accepted, prefix_len, &block_table, new_len);
   launch_all<true>(read_caches(caches, accepted, true), paths, accepted.get_device_index());
 }
 

@@ -30,6 +30,7 @@ struct Launch {
   LaneLayout layouts[kMaxLayouts];
   char* data[kMaxCaches];
   uint8_t layout_of[kMaxCaches];
+  bool writes_lengths;  // one launch of a call does
 };
 static_assert(sizeof(Launch) <= kMaxParameterBytes);
 
@@ -63,12 +64,20 @@ struct LaneCopy {
   }
 };
 
+// What one thread of each sequence does beside its lane. Nobody reads what it writes.
+SPECDEC_HOST_DEVICE void write_lengths_thread(const Launch& launch, uint32_t lane, uint32_t cache, uint32_t sequence,
+                                              uint32_t sequence_step) {
+  if (!launch.writes_lengths || lane != 0 || cache != 0) return;
+  for (; sequence < launch.paths.batch; sequence += sequence_step) write_new_length(launch.paths, sequence);
+}
+
 // What one thread does: its lane of one cache, in every gridDim.z-th sequence.
 template <bool kPaged>
 SPECDEC_HOST_DEVICE void compact_thread(const Launch& launch, uint32_t lane, uint32_t cache, uint32_t sequence,
                                         uint32_t sequence_step) {
   constexpr int kInFlight = 4;
   const LaneLayout& view = launch.layouts[launch.layout_of[cache]];
+  if (view.lane_bytes == 0) return;  // a launch without caches
   const uint32_t lanes_per_row = view.layout.row_bytes / view.lane_bytes;
   const uint32_t head = lane / lanes_per_row;
   if (head >= view.layout.heads) return;
@@ -98,7 +107,9 @@ SPECDEC_HOST_DEVICE void compact_thread(const Launch& launch, uint32_t lane, uin
 #ifdef __CUDACC__
 template <bool kPaged>
 __global__ void __launch_bounds__(kMaxThreads) kv_compact_kernel(const __grid_constant__ Launch launch) {
-  compact_thread<kPaged>(launch, blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y, blockIdx.z, gridDim.z);
+  const uint32_t lane = blockIdx.x * blockDim.x + threadIdx.x;
+  write_lengths_thread(launch, lane, blockIdx.y, blockIdx.z, gridDim.z);
+  compact_thread<kPaged>(launch, lane, blockIdx.y, blockIdx.z, gridDim.z);
 }
 #endif
 
@@ -118,24 +129,29 @@ inline bool same_layout(const LaneLayout& a, const LaneLayout& b) {
          a.layout.heads == b.layout.heads && a.layout.row_bytes == b.layout.row_bytes;
 }
 
-// Collects caches into launches: one, unless there are more than kMaxCaches caches or kMaxLayouts kinds of them.
+// Collects caches into launches: one, unless there are more than kMaxCaches caches or kMaxLayouts kinds of them, or
+// nothing to move and no lengths to write.
 // `emit(launch, grid)` is called once for each. Grids depend on shapes only, never on the paths.
 template <class Emit>
 void plan_launches(const Cache* caches, int64_t num_caches, const Paths& paths, const Emit& emit) {
-  if (paths.batch == 0 || paths.max_accepted == 0) return;
+  if (paths.batch == 0) return;
+  if (paths.max_accepted == 0) num_caches = 0;
   Launch launch{};
   launch.paths = paths;
+  launch.writes_lengths = paths.new_len.data != nullptr;
   int num_layouts = 0, num_planned = 0;
   uint64_t max_lanes = 0;
   const auto flush = [&] {
-    if (num_planned == 0) return;
+    if (num_planned == 0 && !launch.writes_lengths) return;
+    if (max_lanes == 0) max_lanes = 1;
     const uint64_t warps = (max_lanes + 31) / 32;
     const uint32_t threads = warps * 32 < kMaxThreads ? static_cast<uint32_t>(warps * 32) : kMaxThreads;
     const uint32_t blocks = static_cast<uint32_t>((max_lanes + threads - 1) / threads);
-    emit(launch,
-         Grid{blocks, static_cast<uint32_t>(num_planned), paths.batch < kMaxGridY ? paths.batch : kMaxGridY, threads});
+    const uint32_t caches_planned = num_planned > 0 ? static_cast<uint32_t>(num_planned) : 1;
+    emit(launch, Grid{blocks, caches_planned, paths.batch < kMaxGridY ? paths.batch : kMaxGridY, threads});
     num_layouts = num_planned = 0;
     max_lanes = 0;
+    launch.writes_lengths = false;
   };
   for (int64_t i = 0; i < num_caches; ++i) {
     const LaneLayout view{caches[i].layout, lane_bytes_of(caches[i])};

@@ -20,9 +20,17 @@ from .._validate import (
 from ..reference.kv_compact import kv_compact_ref, paged_kv_compact_ref
 
 _ELEMENT_SIZES = (1, 2, 4, 8)
+_INT32 = (torch.int32,)
 
 
-def kv_compact_(caches: Sequence[Tensor] | Tensor, accepted: Tensor, num_accepted: Tensor, prefix_len: Tensor) -> None:
+def kv_compact_(
+    caches: Sequence[Tensor] | Tensor,
+    accepted: Tensor,
+    num_accepted: Tensor,
+    prefix_len: Tensor,
+    *,
+    new_len: Tensor | None = None,
+) -> None:
     """Move the K/V rows of the accepted draft nodes to the end of the prefix, in place, in all caches at once.
 
     A tree step leaves the rows of its nodes at ``prefix_len + node``. After verification the accepted path must lie
@@ -43,18 +51,21 @@ def kv_compact_(caches: Sequence[Tensor] | Tensor, accepted: Tensor, num_accepte
             entries from ``num_accepted`` on (−1 by convention) are not looked at. As `Verification` has it.
         num_accepted: ``(B,) int32``, each in ``[0, N]``; 0 moves nothing in that row.
         prefix_len: ``(B,) int32``, rows before the draft block; ``prefix_len + accepted[i] < S``.
+        new_len: ``(B,) int32`` that receives ``prefix_len + 1 + num_accepted``, the next step's ``prefix_len``, in the
+            same launch. Memory of its own: on a GPU ``prefix_len`` is still being read, so let two tensors take turns.
 
     Rows already in place are not touched, and no byte outside the destination rows is written.
 
     Not checked: on a GPU, and under compilation, no value is read; there an entry that would move a row upwards
     (``accepted[i] <= i``, which an increasing path never has), that leaves the cache, or that follows a negative prefix
-    is skipped. Buffers that share memory (one listed twice) are the caller's mistake and give wrong rows.
+    is skipped; ``new_len`` is ``prefix_len`` where ``num_accepted`` or ``prefix_len`` is negative. Buffers that share
+    memory (one listed twice) are the caller's mistake and give wrong rows.
 
     Raises:
         TypeError: an argument is no dense tensor (or ``caches`` no list or tuple of them), an index tensor is not
             int32, or a cache has a dtype with a quantizer (``torch.qint8``).
-        ValueError: a shape, device, stride or element size does not fit; on CPU also a path that does not increase, a
-            count above N, or a move outside the capacity.
+        ValueError: a shape, device, stride or element size does not fit, or ``new_len`` is ``prefix_len``; on CPU also
+            a path that does not increase, a count above N, or a move outside the capacity.
         RuntimeError: a cache requires grad while grad is on.
 
     Example:
@@ -69,7 +80,7 @@ def kv_compact_(caches: Sequence[Tensor] | Tensor, accepted: Tensor, num_accepte
     Why in place is safe: destinations never pass sources, since ``accepted[i] >= i + 1``; see docs/kv_compaction.md.
     """
     op = "kv_compact_"
-    _check_indices(op, accepted, num_accepted, prefix_len)
+    _check_indices(op, accepted, num_accepted, prefix_len, new_len)
     batch = accepted.shape[0]
     if isinstance(caches, Tensor):
         check_shape(op, "caches", caches, ("2L", batch, "H", "S", "D"))
@@ -78,17 +89,17 @@ def kv_compact_(caches: Sequence[Tensor] | Tensor, accepted: Tensor, num_accepte
         shapes = [caches[0].shape[1:]]
     else:
         shapes = _check_caches(op, caches, (batch, "S", "H", "D"), accepted.device)
-    if not caches:
+    if not caches and new_len is None:
         return
-    if values_readable(accepted, num_accepted, prefix_len):
-        capacity = min(shape[1] for shape in shapes)
+    if shapes and values_readable(accepted, num_accepted, prefix_len):
+        capacity = min([shape[1] for shape in shapes])
         for row, prefix, last in _moving_rows(op, accepted, num_accepted, prefix_len):
             if prefix + last >= capacity:
                 raise ValueError(
                     f"{op}: prefix_len + accepted must be below the capacity {capacity}, "
                     f"got {prefix} + {last} in row {row}"
                 )
-    ops.kv_compact_.default(caches, accepted, num_accepted, prefix_len)
+    ops.kv_compact_.default(caches, accepted, num_accepted, prefix_len, new_len=new_len)
 
 
 def paged_kv_compact_(
@@ -97,6 +108,8 @@ def paged_kv_compact_(
     accepted: Tensor,
     num_accepted: Tensor,
     prefix_len: Tensor,
+    *,
+    new_len: Tensor | None = None,
 ) -> None:
     """Do what `kv_compact_` does in paged caches: position ``p`` of row ``b`` is slot ``p % page`` of page
     ``block_table[b, p // page]``.
@@ -108,7 +121,7 @@ def paged_kv_compact_(
             Or one stacked pool ``(2L, pages, page, H, D)``.
         block_table: ``(B, max_pages) int32``; entries that cover positions ``prefix_len + 1`` to
             ``prefix_len + accepted[num_accepted - 1]`` must be pages of every cache. Others (−1) are not looked at.
-        accepted, num_accepted, prefix_len: as in `kv_compact_`.
+        accepted, num_accepted, prefix_len, new_len: as in `kv_compact_`.
 
     Not checked: as in `kv_compact_`; on a GPU, and under compilation, a move from or to a page outside the table or the
     cache is skipped. Pages that several rows share (a common prompt) may be sources of reads, never destinations: copy
@@ -129,9 +142,9 @@ def paged_kv_compact_(
         [1.0, 2.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     """
     op = "paged_kv_compact_"
-    _check_indices(op, accepted, num_accepted, prefix_len)
+    _check_indices(op, accepted, num_accepted, prefix_len, new_len)
     check_shape(op, "block_table", block_table, (accepted.shape[0], "max_pages"))
-    check_dtype(op, "block_table", block_table, (torch.int32,))
+    check_dtype(op, "block_table", block_table, _INT32)
     check_device(op, "block_table", block_table, accepted.device)
     if isinstance(caches, Tensor):
         check_shape(op, "caches", caches, ("2L", "pages", "page", "H", "D"))
@@ -140,24 +153,51 @@ def paged_kv_compact_(
         shapes = [caches[0].shape[1:]]
     else:
         shapes = _check_caches(op, caches, ("pages", "page", "H", "D"), accepted.device)
-    if not caches:
+    if not caches and new_len is None:
         return
-    num_pages, page_size = min(shape[0] for shape in shapes), shapes[0][1]
-    if page_size < 1 or any(shape[1] != page_size for shape in shapes):
-        raise ValueError(f"{op}: caches must have one page size of at least 1, got {[shape[1] for shape in shapes]}")
-    if values_readable(block_table, accepted, num_accepted, prefix_len):
-        for row, prefix, last in _moving_rows(op, accepted, num_accepted, prefix_len):
-            _check_pages(op, block_table, row, (prefix + 1, prefix + last), page_size, num_pages)
-    ops.paged_kv_compact_.default(caches, block_table, accepted, num_accepted, prefix_len)
+    if shapes:
+        num_pages, page_size = min([shape[0] for shape in shapes]), shapes[0][1]
+        if page_size < 1 or any(shape[1] != page_size for shape in shapes):
+            sizes = [shape[1] for shape in shapes]
+            raise ValueError(f"{op}: caches must have one page size of at least 1, got {sizes}")
+        if values_readable(block_table, accepted, num_accepted, prefix_len):
+            for row, prefix, last in _moving_rows(op, accepted, num_accepted, prefix_len):
+                _check_pages(op, block_table, row, (prefix + 1, prefix + last), page_size, num_pages)
+    ops.paged_kv_compact_.default(caches, block_table, accepted, num_accepted, prefix_len, new_len=new_len)
 
 
-def _check_indices(op: str, accepted: Tensor, num_accepted: Tensor, prefix_len: Tensor) -> None:
+def _check_indices(op: str, accepted: Tensor, num_accepted: Tensor, prefix_len: Tensor, new_len: Tensor | None) -> None:
     check_shape(op, "accepted", accepted, ("B", "N"))
-    check_shape(op, "num_accepted", num_accepted, (accepted.shape[0],))
-    check_shape(op, "prefix_len", prefix_len, (accepted.shape[0],))
-    for name, tensor in (("accepted", accepted), ("num_accepted", num_accepted), ("prefix_len", prefix_len)):
-        check_dtype(op, name, tensor, (torch.int32,))
-        check_device(op, name, tensor, accepted.device)
+    batch, device = accepted.shape[0], accepted.device
+    check_dtype(op, "accepted", accepted, _INT32)
+    for name, tensor in (("num_accepted", num_accepted), ("prefix_len", prefix_len)):
+        # One test where nothing is wrong; the checks behind it find the words. The op runs once a step, within
+        # microseconds.
+        if not (
+            isinstance(tensor, Tensor)
+            and tensor.layout == torch.strided
+            and tensor.shape == (batch,)
+            and tensor.dtype == torch.int32
+            and tensor.device == device
+        ):
+            check_shape(op, name, tensor, (batch,))
+            check_dtype(op, name, tensor, _INT32)
+            check_device(op, name, tensor, device)
+    if new_len is not None:
+        _check_new_len(op, new_len, prefix_len)
+
+
+def _check_new_len(op: str, new_len: Tensor, prefix_len: Tensor) -> None:
+    check_shape(op, "new_len", new_len, tuple(prefix_len.shape))
+    check_dtype(op, "new_len", new_len, _INT32)
+    check_device(op, "new_len", new_len, prefix_len.device)
+    if len(prefix_len) > 1 and new_len.stride(0) == 0:
+        raise ValueError(f"{op}: new_len must not be expanded, got strides {new_len.stride()}")
+    same = new_len is prefix_len
+    if not torch.compiler.is_compiling() and type(new_len) is Tensor and len(prefix_len):
+        same = new_len.data_ptr() == prefix_len.data_ptr()
+    if same:
+        raise ValueError(f"{op}: new_len must have memory of its own, got that of prefix_len")
 
 
 def _check_caches(
@@ -186,17 +226,17 @@ def _check_caches(
 def _check_memory(op: str, name: str, cache: Tensor, device: torch.device) -> None:
     """Check where and how a cache, or a stack of caches, lies in memory."""
     check_device(op, name, cache, device)
-    check_no_grad(op, **{name: cache})
+    if cache.requires_grad:
+        check_no_grad(op, **{name: cache})
     if cache.is_quantized:
         raise TypeError(f"{op}: {name} must not be a tensor with a quantizer, got {cache.dtype}; pass its int_repr()")
     if cache.element_size() not in _ELEMENT_SIZES:
         raise ValueError(f"{op}: {name} must have elements of 1, 2, 4 or 8 bytes, got {cache.dtype}")
     if cache.dim() > 2:
         check_last_stride(op, name, cache)
-    if cache.numel() and any(
-        size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)
-    ):
-        raise ValueError(f"{op}: {name} must not be expanded (rows would share memory), got strides {cache.stride()}")
+    strides = cache.stride()
+    if 0 in strides and cache.numel() and any(n > 1 and s == 0 for n, s in zip(cache.shape, strides, strict=True)):
+        raise ValueError(f"{op}: {name} must not be expanded (rows would share memory), got strides {strides}")
 
 
 def _moving_rows(op: str, accepted: Tensor, num_accepted: Tensor, prefix_len: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -229,19 +269,20 @@ def _check_pages(
         raise ValueError(f"{op}: block_table must hold pages in [0, {num_pages - 1}], got {pages} in row {row}")
 
 
-def _nothing(*args) -> None:
+def _nothing(*args, **kwargs) -> None:
     """Stand in for the ops under tracing: they return nothing."""
 
 
 define_op(
-    "kv_compact_(Tensor(a!)[] caches, Tensor accepted, Tensor num_accepted, Tensor prefix_len) -> ()",
+    "kv_compact_(Tensor(a!)[] caches, Tensor accepted, Tensor num_accepted, Tensor prefix_len, *, "
+    "Tensor(b!)? new_len=None) -> ()",
     reference=kv_compact_ref,
     fake=_nothing,
     native=("cpu", "cuda"),
 )
 define_op(
     "paged_kv_compact_(Tensor(a!)[] caches, Tensor block_table, Tensor accepted, Tensor num_accepted, "
-    "Tensor prefix_len) -> ()",
+    "Tensor prefix_len, *, Tensor(b!)? new_len=None) -> ()",
     reference=paged_kv_compact_ref,
     fake=_nothing,
     native=("cpu", "cuda"),

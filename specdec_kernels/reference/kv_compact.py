@@ -18,8 +18,16 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Cells = tuple[Tensor, Tensor]
 
 
-def kv_compact_ref(caches: Sequence[Tensor], accepted: Tensor, num_accepted: Tensor, prefix_len: Tensor) -> None:
+def kv_compact_ref(
+    caches: Sequence[Tensor],
+    accepted: Tensor,
+    num_accepted: Tensor,
+    prefix_len: Tensor,
+    *,
+    new_len: Tensor | None = None,
+) -> None:
     """Compact caches ``(B, S, ...)`` in place; see `specdec_kernels.kv_compact_`."""
+    _write_new_len(new_len, accepted, num_accepted, prefix_len)
     source, target, moves = _path_moves(accepted, num_accepted, prefix_len)
     rows = torch.arange(len(accepted), device=accepted.device).unsqueeze(1).expand_as(source)
     plans: dict[int, tuple[_Cells, _Cells]] = {}
@@ -33,9 +41,16 @@ def kv_compact_ref(caches: Sequence[Tensor], accepted: Tensor, num_accepted: Ten
 
 
 def paged_kv_compact_ref(
-    caches: Sequence[Tensor], block_table: Tensor, accepted: Tensor, num_accepted: Tensor, prefix_len: Tensor
+    caches: Sequence[Tensor],
+    block_table: Tensor,
+    accepted: Tensor,
+    num_accepted: Tensor,
+    prefix_len: Tensor,
+    *,
+    new_len: Tensor | None = None,
 ) -> None:
     """Compact paged caches ``(pages, page, ...)`` in place; see `specdec_kernels.paged_kv_compact_`."""
+    _write_new_len(new_len, accepted, num_accepted, prefix_len)
     source, target, moves = _path_moves(accepted, num_accepted, prefix_len)
     plans: dict[int, tuple[_Cells, _Cells]] = {}
     for cache in _unstack(caches):
@@ -50,6 +65,13 @@ def paged_kv_compact_ref(
                 inside = inside & (page >= 0) & (page < num_pages)
             plans[num_pages] = _fixed_shape(inside, source_cells, target_cells)
         _move_rows(cache, *plans[num_pages])
+
+
+def _write_new_len(new_len: Tensor | None, accepted: Tensor, num_accepted: Tensor, prefix_len: Tensor) -> None:
+    """Add the root and the accepted nodes to each prefix; nothing where one of the two numbers is negative."""
+    if new_len is not None:
+        count = num_accepted.clamp(max=accepted.shape[1])
+        new_len.copy_(prefix_len + torch.where((prefix_len >= 0) & (count >= 0), count + 1, 0))
 
 
 def _unstack(caches: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -43,6 +43,7 @@ struct Step {
   uint32_t capacity;  // positions of one sequence
   int32_t max_accepted;
   std::vector<int32_t> accepted, num_accepted, prefix_len, block_table;
+  bool asks_lengths;
   std::vector<Buffer> buffers;
 };
 
@@ -68,6 +69,7 @@ void make_paths(Step& step) {
     if (fault == 2) step.prefix_len.back() = INT32_MAX - random_below(2);
     if (fault == 3) step.prefix_len.back() = static_cast<int32_t>(step.capacity) - 2;
     if (fault == 4) std::reverse(path.begin(), path.end());
+    if (fault == 5) step.num_accepted.back() = -1 - random_below(2);
     step.accepted.insert(step.accepted.end(), path.begin(), path.end());
   }
 }
@@ -113,7 +115,8 @@ Step make_step() {
       step.block_table[random_below(step.block_table.size())] = pick({-1, static_cast<int32_t>(outer), INT32_MIN});
     }
   }
-  for (int32_t i = 1 + random_below(6); i > 0; --i) step.buffers.push_back(make_buffer(outer, inner));
+  step.asks_lengths = random_below(2) == 1;
+  for (int32_t i = random_below(7); i > 0; --i) step.buffers.push_back(make_buffer(outer, inner));
   return step;
 }
 
@@ -123,6 +126,7 @@ Paths paths_of(const Step& step) {
           {step.num_accepted.data(), 1, 0},
           {step.prefix_len.data(), 1, 0},
           {step.block_table.data(), max_pages, 1},
+          {nullptr, 1},
           step.batch,
           step.max_accepted,
           static_cast<uint32_t>(max_pages)};
@@ -182,6 +186,7 @@ void run_on_grid(const std::vector<Cache>& caches, const Paths& paths, bool page
     std::shuffle(order.begin(), order.end(), rng);
     for (const uint32_t i : order) {
       const uint32_t lane = i % lanes, cache = i / lanes % grid.y, sequence = i / lanes / grid.y;
+      write_lengths_thread(launch, lane, cache, sequence, grid.z);
       paged ? compact_thread<true>(launch, lane, cache, sequence, grid.z)
             : compact_thread<false>(launch, lane, cache, sequence, grid.z);
     }
@@ -194,7 +199,16 @@ void check(const Step& step, const std::string& name, const Runner& run) {
   std::vector<Buffer> buffers = step.buffers;
   std::vector<Cache> caches;
   for (Buffer& buffer : buffers) caches.push_back({buffer.bytes.data() + buffer.first, buffer.layout});
-  run(caches, paths_of(step), step.paged);
+  Paths paths = paths_of(step);
+  // Every other place is a guard.
+  std::vector<int32_t> lengths(2 * step.batch, -77), expected = lengths;
+  for (uint32_t row = 0; row < step.batch && step.asks_lengths; ++row) {
+    const int64_t prefix = step.prefix_len[row], count = std::min(step.num_accepted[row], step.max_accepted);
+    expected[2 * row] = static_cast<int32_t>(prefix < 0 || count < 0 ? prefix : prefix + 1 + count);
+  }
+  if (step.asks_lengths) paths.new_len = {lengths.data(), 2};
+  run(caches, paths, step.paged);
+  require(lengths == expected, name + " writes other lengths");
   for (size_t i = 0; i < buffers.size(); ++i) {
     require(buffers[i].bytes == gather(step, step.buffers[i]), name + " differs from the gather");
   }
@@ -236,6 +250,33 @@ void check_launch_limits() {
     require(grid.y == 64 && grid.z == 2 && grid.x == 1 && grid.threads == 32, "the grid of 64 caches");
   });
   require(launches == 1, "all layers in one launch");
+  Paths paths = paths_of(step);
+  paths.max_accepted = 0;
+  plan_launches(few.data(), 64, paths, [&](const Launch&, Grid) { ++launches; });
+  require(launches == 1, "no launch where nothing can move");
+  int32_t lengths[2];
+  paths.new_len = {lengths, 1};
+  plan_launches(few.data(), 64, paths, [&](const Launch&, Grid grid) {
+    ++launches;
+    require(grid.x == 1 && grid.y == 1 && grid.z == 2 && grid.threads == 32, "the grid of lengths alone");
+  });
+  require(launches == 2, "one launch for lengths alone");
+}
+
+// Nothing accepted, or all in place: not a byte of a cache is looked at, however many there are.
+void check_idle_rows() {
+  const std::vector<Cache> caches(64, Cache{nullptr, {1 << 20, 1 << 10, 0, 3, 1 << 10, 1, 1 << 10}});
+  const std::vector<int32_t> accepted{1, 2, 3, -1, -1, -1, 1, 2, 9}, counts{3, 0, 2}, prefix_len{5, 0, 7};
+  Paths paths{};
+  paths.accepted = {accepted.data(), 3, 1};
+  paths.num_accepted = {counts.data(), 1, 0};
+  paths.prefix_len = {prefix_len.data(), 1, 0};
+  paths.batch = 3;
+  paths.max_accepted = 3;
+  bool called = false;
+  compact_caches<false>(caches.data(), 64, paths, [&](int64_t, int64_t, const auto&) { called = true; });
+  require(!called, "idle rows cost nothing");
+  run_on_grid(caches, paths, false, kMaxGridY);  // a null pointer would show
 }
 
 void check_lanes() {
@@ -256,6 +297,7 @@ void check_lanes() {
 
 int main() {
   check_lanes();
+  check_idle_rows();
   check_launch_limits();
   check_random_steps(400);
   std::printf("kv_compact: the CPU loop and the CUDA grid match the gather\n");
