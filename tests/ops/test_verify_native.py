@@ -134,6 +134,19 @@ def test_boundary_of_the_final_draw(isa, vocab, after_rejection):
         assert (result.output_ids[0, 0] == token) == found
 
 
+def test_boundary_in_a_small_residual(isa):
+    """p and q differ by 1 %: what is off in their sums is a hundred times as much of what is left."""
+    p = torch.full((1, 2, 32_000), -9.3)
+    p[..., 0] = 0
+    q = p[:, :1] + torch.linspace(-0.01, 0.01, 32_000)
+    law = residual(p[:, 0].double().softmax(-1), q[:, 0].double().softmax(-1), torch.tensor([True]))[0]
+    boundary = law.cumsum(0)[5000].item()
+    for u, token in zip(uniforms_around(boundary), (5000, 5001), strict=True):
+        u = torch.stack([u, u * 0 + 1 - 2.0**-24])[None]
+        result = verify_chain(torch.tensor([[30_000]]), p, q, torch.ones(1), u)
+        assert result.output_ids.tolist() == [[token, -1]]
+
+
 @pytest.mark.parametrize("name", ["tree", "tree-with-replacement", "tree-chosen"])
 def test_every_sibling_is_rejected(isa, name):
     """Uniforms next to 1 reject the likeliest again and again: what is left shrinks to nothing but rounding."""
