@@ -11,13 +11,11 @@ namespace {
 struct KeyRows {
   const char* k[kChunk];
   const char* v[kChunk];
-  bool is_even;  // all rows are one stride apart
 
   void list(const Problem& p, const Plan& plan, const Task& task, const Cluster& cluster, int64_t first_key,
             int32_t hidden, const char* zeros) {
     const int32_t num_prefix = cluster.num_keys - cluster.num_nodes;
     fill(0, hidden, zeros);
-    is_even = hidden == 0 && num_prefix == kChunk;
     add_run(p, task, hidden, num_prefix, first_key + hidden);
     for (int32_t i = larger(hidden, num_prefix); i < cluster.num_keys; ++i) {
       add_run(p, task, i, i + 1, plan.prefix + cluster.nodes[i - num_prefix]);
@@ -41,7 +39,6 @@ struct KeyRows {
         inner = position - page * p.page_size;
         stop = static_cast<int32_t>(smaller<int64_t>(end, begin + p.page_size - inner));
       }
-      is_even = is_even && stop == kChunk && begin == 0;
       const char* key = p.k.data + outer * p.k.outer_stride + inner * p.k.inner_stride + task.head * p.k.head_stride;
       const char* value = p.v.data + outer * p.v.outer_stride + inner * p.v.inner_stride + task.head * p.v.head_stride;
       position += stop - begin;
@@ -53,6 +50,57 @@ struct KeyRows {
   }
 };
 
+// The rows of the chunk behind the one that is worked on. Fetched a few at a time, between other work, so that memory
+// is neither waited for nor idle.
+class Ahead {
+ public:
+  void stop() { left_ = 0; }
+
+  // To be fetched by `calls` calls.
+  void start(const Problem& p, const Plan& plan, const Task& task, int64_t first_key, int32_t calls) {
+    const int64_t bytes = bytes_of(p.cache_element);
+    key_bytes_ = p.qk_dim * bytes;
+    value_bytes_ = p.v_dim * bytes;
+    rows_.list(p, plan, task, {0, 0, kChunk, 0, nullptr, 0}, first_key, 0, nullptr);
+    left_ = kChunk;
+    per_call_ = (kChunk + calls - 1) / calls;
+  }
+
+  SPECDEC_INLINE void fetch() {
+    for (const int32_t end = larger(left_ - per_call_, 0); left_ > end; --left_) {
+      fetch_row(rows_.k[kChunk - left_], key_bytes_);
+      fetch_row(rows_.v[kChunk - left_], value_bytes_);
+    }
+  }
+
+ private:
+  static SPECDEC_INLINE void fetch_row(const char* row, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+  }
+
+  KeyRows rows_;
+  int64_t key_bytes_ = 0;
+  int64_t value_bytes_ = 0;
+  int32_t left_ = 0;
+  int32_t per_call_ = 0;
+};
+
+// Calls f<T>() with T as the cache's elements are stored.
+template <class A, class F>
+SPECDEC_INLINE void with_stored(Element element, const F& f) {
+  if constexpr (sizeof(typename A::Real) == 8) {
+    if (element == Element::kDouble) f.template operator()<double>();
+  } else {
+    if (element == Element::kBFloat16) f.template operator()<BFloat16>();
+    if constexpr (A::kPerStep == 1) {
+      if (element == Element::kFloat) f.template operator()<float>();
+      if (element == Element::kHalf) f.template operator()<Half>();
+    }
+  }
+  if (element == Element::kFloat8) f.template operator()<Float8>();
+  if (element == Element::kInt8) f.template operator()<int8_t>();
+}
+
 template <class A>
 class PackedChunk {
   using Operand = typename A::Operand;
@@ -61,112 +109,64 @@ class PackedChunk {
  public:
   PackedChunk(const Problem& problem, int64_t ldq, int64_t ldv, Carver* carver)
       : p_(problem),
-        element_bytes_(bytes_of(problem.cache_element)),
         ldv_(ldv),
-        packed_keys_(carver->take<Operand>(kChunk * ldq)),
-        packed_values_(carver->take<Operand>(kChunk / kPer * ldv)),
+        keys_(carver->take<Operand>(kChunk * ldq)),
+        values_(carver->take<Operand>(kChunk / kPer * ldv)),
         zeros_(carver->take<char>(zero_bytes())) {}
 
-  const Operand* keys() const { return packed_keys_; }
+  const Operand* keys() const { return keys_; }
   const Operand* values() const { return values_; }
-  int64_t value_stride() const { return value_stride_; }  // of a step
   int32_t num_keys() const { return num_keys_; }
   int32_t hidden() const { return hidden_; }
 
   void start() { std::memset(zeros_, 0, zero_bytes()); }
 
-  // The first `common` keys are packed already; the first `hidden` are seen by nobody. Values that one tile of rows
-  // will read once stay where they are, if they can.
+  // The first `common` keys are packed already; the first `hidden` are seen by nobody. Calls `ahead` kPackCalls times
+  // when all keys are packed.
   void load(const Plan& plan, const Task& task, const Cluster& cluster, int64_t first_key, int32_t hidden,
-            int32_t common, int32_t num_rows) {
+            int32_t common, Ahead* ahead) {
     num_keys_ = cluster.num_keys;
     hidden_ = hidden;
     rows_.list(p_, plan, task, cluster, first_key, hidden, zeros_);
-    values_ = packed_values_;
-    value_stride_ = ldv_;
-    const bool in_place = num_rows <= kTileRows && rows_.is_even && p_.v_dim == ldv_;
-    pack(common, in_place);
+    with_stored<A>(p_.cache_element, [&]<class Stored>() { pack<Stored>(common, ahead); });
   }
-
-  // The chunk behind is fetched while this one is worked on: while it is packed when it has few tiles, else by calls of
-  // fetch_next between its tiles, so that memory is neither waited for nor idle.
-  void list_next(const Plan& plan, const Task& task, int64_t first_key, int32_t tiles) {
-    constexpr int32_t kFewTiles = 4;
-    next_.list(p_, plan, task, {0, 0, kChunk, 0, nullptr, 0}, first_key, 0, zeros_);
-    fetches_packing_ = tiles < kFewTiles;
-    next_per_call_ = (kChunk + tiles - 1) / tiles;
-    next_key_ = fetches_packing_ ? kChunk : 0;
-  }
-  void list_no_next() {
-    fetches_packing_ = false;
-    next_key_ = kChunk;
-  }
-
-  void fetch_next() {
-    const int32_t end = smaller(next_key_ + next_per_call_, kChunk);
-    for (; next_key_ < end; ++next_key_) {
-      fetch(next_.k[next_key_], p_.qk_dim);
-      fetch(next_.v[next_key_], p_.v_dim);
-    }
-  }
+  static constexpr int32_t kPackCalls = 2 * kChunk / A::kLanes;
 
  private:
   int64_t zero_bytes() const { return larger(p_.qk_dim, p_.v_dim) * int64_t{8}; }
 
-  void fetch(const char* row, int32_t dim) const {
-    for (int64_t i = 0; i < dim * element_bytes_; i += 64) __builtin_prefetch(row + i, 0, 2);
-  }
-
-  void pack(int32_t common, bool in_place) {
-    if constexpr (sizeof(typename A::Real) == 8) {
-      if (p_.cache_element == Element::kDouble) pack_as<double>(common, in_place);
-    } else if constexpr (kPer == 2) {
-      if (p_.cache_element == Element::kBFloat16) pack_as<BFloat16>(common, false);
-    } else {
-      if (p_.cache_element == Element::kFloat) pack_as<float>(common, in_place);
-      if (p_.cache_element == Element::kBFloat16) pack_as<BFloat16>(common, false);
-      if (p_.cache_element == Element::kHalf) pack_as<Half>(common, false);
-    }
-    if (p_.cache_element == Element::kFloat8) pack_as<Float8>(common, false);
-    if (p_.cache_element == Element::kInt8) pack_as<int8_t>(common, false);
-  }
-
   template <class Stored>
-  void pack_as(int32_t common, bool in_place) {
+  void pack(int32_t common, Ahead* ahead) {
     for (int32_t i = common / A::kLanes * A::kLanes; i < num_keys_; i += A::kLanes) {
-      if (fetches_packing_) {
-        for (int32_t j = i; j < i + A::kLanes; ++j) fetch(next_.k[j], p_.qk_dim);
+      ahead->fetch();
+      for (int32_t d = 0; d < p_.qk_dim; d += A::kLanes * kPer) {
+        typename A::OperandVec steps[A::kLanes];
+        A::template load_keys<Stored>(rows_.k + i, d, p_.qk_dim, steps);
+        Operand* const to = keys_ + static_cast<int64_t>(d / kPer) * kChunk + i;
+        SPECDEC_UNROLL_LOOP
+        for (int j = 0; j < A::kLanes; ++j) A::store(steps[j], to + j * kChunk);
       }
-      A::template pack_keys<Stored>(rows_.k + i, p_.qk_dim, packed_keys_ + i);
-    }
-    if (in_place) {
-      values_ = as<Operand>(rows_.v[0]);
-      value_stride_ = p_.v.inner_stride / static_cast<int64_t>(sizeof(Operand));
-      return;
     }
     for (int32_t i = common / kPer * kPer; i < num_keys_; i += kPer) {
-      if (fetches_packing_) {
-        for (int32_t j = i; j < i + kPer; ++j) fetch(next_.v[j], p_.v_dim);
+      if (i % A::kLanes == 0) ahead->fetch();
+      Operand* const to = values_ + i / kPer * ldv_;
+      for (int32_t d = 0; d < p_.v_dim; d += 2 * A::kLanes) {
+        typename A::OperandVec values[2];
+        A::template load_values<Stored>(rows_.v + i, d, p_.v_dim, values);
+        A::store(values[0], to + d);
+        if (d + A::kLanes < p_.v_dim) A::store(values[1], to + d + A::kLanes);
       }
-      A::template pack_values<Stored>(rows_.v + i, p_.v_dim, packed_values_ + i / kPer * ldv_);
     }
   }
 
   const Problem& p_;
-  int64_t element_bytes_;
   int64_t ldv_;
-  Operand* packed_keys_;
-  Operand* packed_values_;
+  Operand* keys_;
+  Operand* values_;
   char* zeros_;
-  const Operand* values_ = nullptr;
-  int64_t value_stride_ = 0;
   int32_t num_keys_ = 0;
   int32_t hidden_ = 0;
   KeyRows rows_;
-  KeyRows next_;
-  bool fetches_packing_ = false;
-  int32_t next_key_ = kChunk;
-  int32_t next_per_call_ = 0;
 };
 
 }  // namespace

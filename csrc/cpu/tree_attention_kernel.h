@@ -1,7 +1,7 @@
 // The walk of one task: chunk by chunk over the prefix, cluster by cluster over the tail. See docs/tree_attention.md.
 #pragma once
 
-#include "cpu/tree_attention_chunk.h"
+#include "cpu/tree_attention_direct.h"
 
 namespace specdec {
 namespace attention {
@@ -59,7 +59,8 @@ class Walk {
       : p_(problem),
         rows_(problem, num_rows, &carver),
         chunk_(problem, rows_.ldq(), rows_.ldv(), &carver),
-        scores_(carver.take<Real>(kStrip * kChunk)),
+        direct_(problem),
+        scores_(carver.take<Real>(larger(kTileRows, kDirectRows) * kChunk)),
         weights_(carver.take<Operand>(kStrip * kSteps)),
         unfinished_(carver.take<Real>(kTileRows * rows_.ldv())),
         workspace_bytes_(carver.used) {}
@@ -97,20 +98,30 @@ class Walk {
     first_key_ = chunk * kChunk;
     is_whole_ = first_key_ + kChunk <= plan.prefix && window_begin(rows_.end_position() - 1) <= first_key_;
     const int64_t hidden = larger(window_begin(rows_.first_position()) - first_key_, int64_t{0});
-    if (is_whole_ && first_key_ + 2 * kChunk <= plan.prefix) {
-      chunk_.list_next(plan, task, first_key_ + kChunk, (end - begin + kTileRows - 1) / kTileRows);
-    } else {
-      chunk_.list_no_next();
+    ahead_.stop();
+    const bool has_next = is_whole_ && first_key_ + 2 * kChunk <= plan.prefix;
+    if (is_whole_ && end - begin <= kDirectRows) {
+      if (has_next) ahead_.start(p_, plan, task, first_key_ + kChunk, direct_.fetch_calls());
+      return attend_directly(plan, task, begin, end - begin);
     }
-    chunk_.load(plan, task, cluster, first_key_, static_cast<int32_t>(hidden), common, end - begin);
+    const int32_t tiles = (end - begin + kTileRows - 1) / kTileRows;
+    if (has_next) ahead_.start(p_, plan, task, first_key_ + kChunk, PackedChunk<A>::kPackCalls + tiles);
+    chunk_.load(plan, task, cluster, first_key_, static_cast<int32_t>(hidden), common, &ahead_);
     for (int32_t r = begin; r < end; r += kStrip) {
       const int32_t rows = smaller(kStrip, end - r);
       for_tiles(rows, [&](int32_t at, int32_t size) {
-        chunk_.fetch_next();
+        ahead_.fetch();
         score_tile(r + at, size, at);
       });
       for_tiles(rows, [&](int32_t at, int32_t size) { weigh_tile(r + at, size, at); });
     }
+  }
+
+  void attend_directly(const Plan& plan, const Task& task, int32_t r, int32_t rows) {
+    direct_.list(plan, task, first_key_);
+    direct_.score(rows, rows_.query(r), rows_.ldq(), scores_, &ahead_);
+    softmax_.whole(rows, scores_, weights_, rows_.max(r), rows_.lane_sums(r), factors_);
+    direct_.weigh(rows, weights_, T::needed(rows, factors_), rows_.out(r), rows_.ldv(), &ahead_);
   }
 
   // Tiles of nearly equal size.
@@ -139,9 +150,12 @@ class Walk {
     int32_t most = 0;
     for (int32_t i = 0; i < rows; ++i) most = larger(most, seen_end(r + i));
     const int num_vecs = (most + A::kLanes - 1) / A::kLanes;
-    T::score_rows(rows, num_vecs, rows_.query(r), rows_.ldq(), chunk_.keys(), rows_.num_steps(), scores_ + at * kChunk);
+    T::score_rows(rows, num_vecs, rows_.query(r), rows_.ldq(), chunk_.keys(), rows_.num_steps(), scores_);
+    if (is_whole_) {
+      return softmax_.whole(rows, scores_, weights_ + at * kSteps, rows_.max(r), rows_.lane_sums(r), factors_ + at);
+    }
     for (int32_t i = 0; i < rows; ++i) {
-      factors_[at + i] = softmax_.weights(num_vecs, seen_begin(r + i), seen_end(r + i), scores_ + (at + i) * kChunk,
+      factors_[at + i] = softmax_.weights(num_vecs, seen_begin(r + i), seen_end(r + i), scores_ + i * kChunk,
                                           weights_ + (at + i) * kSteps, rows_.max(r + i), rows_.lane_sums(r + i));
     }
   }
@@ -157,14 +171,17 @@ class Walk {
       begin = larger(begin, row_begin);
       end = smaller(end, row_end);
     }
-    typename T::Values x{
-        weights_ + at * kSteps, chunk_.values(), chunk_.value_stride(), rows_.ldv(), 0, 0, nullptr, nullptr,
-        factors_ + at,          rows_.out(r)};
+    typename T::Values x{};
+    x.weights = weights_ + at * kSteps;
+    x.values = chunk_.values();
+    x.ldv = rows_.ldv();
+    x.factors = T::needed(rows, factors_ + at);
+    x.out = rows_.out(r);
     // Keys that nobody sees are packed as zeros.
     if (alike && (begin % kPer == 0 || begin == chunk_.hidden()) && (end % kPer == 0 || end == chunk_.num_keys())) {
       x.begin = begin / kPer;
       x.end = larger((end + kPer - 1) / kPer, x.begin);
-      return T::weigh_rows(rows, x);
+      return T::template weigh_rows<false>(rows, x);
     }
     x.begin = (begin + kPer - 1) / kPer;
     x.end = end / kPer;
@@ -179,34 +196,40 @@ class Walk {
       weigh_alone(x, i, seen_begin(r + i), smaller(seen_end(r + i), x.begin * kPer));
     }
     typename T::Values together = x;
-    together.sums_in = together.sums_out = unfinished_;
-    if (x.begin < x.end) T::weigh_rows(rows, together);
+    together.sums = unfinished_;
+    if (x.begin < x.end) T::template weigh_rows<true>(rows, together);
     for (int32_t i = 0; i < rows; ++i) {
       weigh_alone(x, i, larger(seen_begin(r + i), x.end * kPer), seen_end(r + i));
+      finish_row(unfinished_ + i * rows_.ldv(), x.factors ? x.factors[i] : Real(1), rows_.out(r + i));
     }
-    together.begin = together.end = 0;
-    together.sums_out = nullptr;
-    T::weigh_rows(rows, together);
+  }
+
+  void finish_row(const Real* sums, Real factor, Real* out) const {
+    for (int64_t d = 0; d < rows_.ldv(); d += A::kLanes) {
+      A::Vec::fma(A::Vec::load(out + d), A::Vec::all(factor), A::Vec::load(sums + d)).store(out + d);
+    }
   }
 
   // Keys begin ... end - 1 of row i of a tile into its unfinished sums.
   void weigh_alone(typename T::Values x, int32_t i, int32_t begin, int32_t end) {
     if (begin >= end) return;
     x.weights += i * kSteps;
-    x.sums_in = x.sums_out = unfinished_ + i * rows_.ldv();
+    x.sums = unfinished_ + i * rows_.ldv();
     if (begin % kPer) {
-      T::weigh_half(x.weights, x.values, x.ldv, begin / kPer, true, x.sums_out);
+      T::weigh_half(x.weights, x.values, x.ldv, begin / kPer, true, x.sums);
       ++begin;
     }
     x.begin = begin / kPer;
     x.end = end / kPer;
-    if (x.begin < x.end) T::weigh_rows(1, x);
-    if (begin < end && end % kPer) T::weigh_half(x.weights, x.values, x.ldv, end / kPer, false, x.sums_out);
+    if (x.begin < x.end) T::template weigh_rows<true>(1, x);
+    if (begin < end && end % kPer) T::weigh_half(x.weights, x.values, x.ldv, end / kPer, false, x.sums);
   }
 
   const Problem& p_;
   Rows<A> rows_;
   PackedChunk<A> chunk_;
+  DirectChunk<A> direct_;
+  Ahead ahead_;
   Real* scores_;
   Operand* weights_;
   Real* unfinished_;

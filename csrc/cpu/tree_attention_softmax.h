@@ -17,6 +17,7 @@ struct Softmax {
   using Vec = typename A::Vec;
   static constexpr int kLanes = A::kLanes;
   static constexpr int kVecs = kChunk / kLanes;
+  static constexpr int kSteps = kChunk / A::kPerStep;
   static constexpr Real kNone = -__builtin_inff();
 
   // In units of A::kUnit, but for `inner_scale`.
@@ -31,6 +32,33 @@ struct Softmax {
     return lanes[0];
   }
 
+  // Turns the scores of rows that see a whole chunk into weights, as `weights` does, several rows in flight.
+  void whole(int rows, const Real* scores, typename A::Operand* to, Real* max, Real* sums, Real* factors) const {
+    if (softcap != 0 || !(scale > 0)) {
+      for (int r = 0; r < rows; ++r) {
+        factors[r] = weights(kVecs, 0, kChunk, scores + r * kChunk, to + r * kSteps, max + r, sums + r * kLanes);
+      }
+      return;
+    }
+    for (int r = 0; r < rows; ++r, scores += kChunk, to += kSteps, sums += kLanes) {
+      Vec top = Vec::load(scores);
+      SPECDEC_UNROLL_LOOP
+      for (int i = 1; i < kVecs; ++i) top = Vec::max(top, Vec::load(scores + i * kLanes));
+      top = Vec::max(Vec::all(kNone), top * Vec::all(scale));
+      factors[r] = Vec::any_greater(top, Vec::all(max[r] + slack)) ? raise(top, max + r) : Real(1);
+      const Vec shift = shift_of(max[r]);
+      Vec x[kVecs];
+      Vec sum = Vec::all(0);
+      SPECDEC_UNROLL_LOOP
+      for (int i = 0; i < kVecs; ++i) {
+        x[i] = A::power(Vec::fma(Vec::load(scores + i * kLanes), Vec::all(scale), shift));
+        sum = sum + x[i];
+      }
+      Vec::fma(Vec::load(sums), Vec::all(factors[r]), sum).store(sums);
+      A::store_weights(x, kVecs, to);
+    }
+  }
+
   // Turns the scores of keys begin ... end - 1 of a chunk into weights, 0 elsewhere in the first num_vecs vectors.
   // Returns the factor for what the row has summed before.
   Real weights(int num_vecs, int begin, int end, const Real* scores, typename A::Operand* to, Real* max,
@@ -41,6 +69,15 @@ struct Softmax {
   }
 
  private:
+  // Returns the factor for what was summed below the old maximum.
+  __attribute__((noinline)) static Real raise(Vec top, Real* max) {
+    const Real before = *max;
+    *max = top.largest();
+    return power_one(before - *max);
+  }
+
+  static SPECDEC_INLINE Vec shift_of(Real max) { return Vec::all(max == kNone ? Real(0) : -max); }
+
   template <int kFixed, class F>
   static SPECDEC_INLINE void each(int count, const F& f) {
     if constexpr (kFixed > 0) {
@@ -64,13 +101,8 @@ struct Softmax {
       const Vec score = kCapped ? x[i] : x[i] * Vec::all(scale);
       top = Vec::max(top, kMasked ? Vec::inside(begin - i * kLanes, end - i * kLanes, score, none) : score);
     });
-    Real factor = 1;
-    if (Vec::any_greater(top, Vec::all(*max + slack))) {
-      const Real raised = top.largest();
-      factor = power_one(*max - raised);
-      *max = raised;
-    }
-    const Vec shift = Vec::all(*max == kNone ? Real(0) : -*max);
+    const Real factor = Vec::any_greater(top, Vec::all(*max + slack)) ? raise(top, max) : Real(1);
+    const Vec shift = shift_of(*max);
     Vec sum = Vec::all(0);
     each<kFixed>(num_vecs, [&](int i) __attribute__((always_inline)) {
       x[i] = kCapped ? x[i] + shift : Vec::fma(x[i], Vec::all(scale), shift);

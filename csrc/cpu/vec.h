@@ -15,6 +15,7 @@
 
 #define SPECDEC_INLINE inline __attribute__((always_inline))
 #define SPECDEC_UNROLL_LOOP _Pragma("GCC unroll 16")
+#define SPECDEC_UNROLL_TWICE _Pragma("GCC unroll 2")
 
 namespace specdec {
 namespace {
