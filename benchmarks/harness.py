@@ -5,17 +5,21 @@ A benchmark file ``bench_<op>.py`` states
 - ``CASES``: readable id -> case (any object),
 - ``make_inputs(case, device)``: fresh inputs, the same ones at every call,
 - ``providers(case)``: name -> function of the inputs that returns the tensors it made or changed; the one called
-  ``reference`` is the law, those in ``OURS`` are ours, all others are baselines,
+  ``reference`` is the law, those in ``OURS`` are ours, all others are baselines; one that cannot run raises
+  `Unavailable`, and one with a method ``seconds(inputs)`` is timed by that,
 - ``cost(case)``: what the op cannot avoid, a `Cost`,
 - optionally ``check(actual, expected)``, which raises on a mismatch (default: equal bits),
-- optionally ``notes(results, device)``: what else there is to say, printed below the table.
+- optionally ``notes(results, device)``: what else there is to say, printed below the table,
+- optionally ``skip(case, device)``: why a case cannot be run here, or None,
+- optionally ``QUICK``: the ids of the cases to run unless all are asked for, and ``draw(jsonl)``: other plots.
 """
 
+import inspect
 import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -53,10 +57,19 @@ class Options:
     Attributes:
         seconds: time budget of one provider in one case.
         cold: sweep a large buffer through the caches before each sample.
+        peer_python: an interpreter with another project's kernels.
     """
 
     seconds: float = 1.0
     cold: bool = False
+    peer_python: str | None = None
+
+
+DEFAULTS = Options()
+
+
+class Unavailable(Exception):
+    """A provider cannot run here; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +91,26 @@ class Result:
     machine: dict[str, Any] = field(repr=False)
 
 
-def gate(bench: ModuleType, case: Any, device: torch.device) -> None:
-    """Refuse to time a case on which the providers disagree."""
-    providers = bench.providers(case)
+def find_providers(bench: ModuleType, case: Any, options: Options) -> dict[str, Callable[[Any], list[Tensor]]]:
+    """Return the providers of a case; benchmarks of one interpreter know no options."""
+    takes_options = len(inspect.signature(bench.providers).parameters) > 1
+    return bench.providers(case, options) if takes_options else bench.providers(case)
+
+
+def gate(bench: ModuleType, case: Any, device: torch.device, options: Options = DEFAULTS) -> dict[str, str]:
+    """Refuse to time a case on which the providers disagree. Returns which cannot run, and why."""
+    providers = find_providers(bench, case, options)
     expected = providers["reference"](bench.make_inputs(case, device))
     check = getattr(bench, "check", check_equal)
+    absent = {}
     for name, run in providers.items():
         try:
             check(run(bench.make_inputs(case, device)), expected)
+        except Unavailable as reason:
+            absent[name] = str(reason)
         except AssertionError as error:
             raise RuntimeError(f"{bench.OP}: {name} is wrong, nothing is timed: {error}") from error
+    return absent
 
 
 def check_equal(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
@@ -96,37 +119,45 @@ def check_equal(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
         torch.testing.assert_close(have, want, rtol=0, atol=0, equal_nan=True)
 
 
-def time_case(bench: ModuleType, case: Any, device: torch.device, options: Options) -> dict[str, list[float]]:
+def time_case(
+    bench: ModuleType, case: Any, device: torch.device, options: Options, absent: Container[str] = ()
+) -> dict[str, list[float]]:
     """Return the samples in seconds of every provider, taken in turns, in changing order, so that all fare alike."""
     inputs = bench.make_inputs(case, device)
-    providers = {name: (lambda run=run: run(inputs)) for name, run in bench.providers(case).items()}
+    providers = {name: run for name, run in find_providers(bench, case, options).items() if name not in absent}
     sweep = torch.empty(64 << 20, dtype=torch.float32, device=device) if options.cold else None
     for run in providers.values():
         for _ in range(3):
-            run()
+            run(inputs)
     samples: dict[str, list[float]] = {name: [] for name in providers}
+    # One in another process must be woken by a call that is not timed. To be fair, all are then.
+    wake = any(hasattr(run, "seconds") for run in providers.values())
     shuffle = random.Random(0)
     deadline = time.perf_counter() + options.seconds * len(providers)
     while len(samples["reference"]) < MIN_SAMPLES or (
         time.perf_counter() < deadline and len(samples["reference"]) < MAX_SAMPLES
     ):
         for name in shuffle.sample(list(providers), len(providers)):
+            if wake and not hasattr(providers[name], "seconds"):
+                providers[name](inputs)
             if sweep is not None:
                 sweep.add_(1)
-            samples[name].append(_seconds(providers[name], device))
+            samples[name].append(_seconds(providers[name], inputs, device))
     return samples
 
 
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+def _seconds(run: Callable[[Any], Any], inputs: Any, device: torch.device) -> float:
+    if hasattr(run, "seconds"):
+        return run.seconds(inputs)
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        run(inputs)
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3
     begin = time.perf_counter()
-    run()
+    run(inputs)
     return time.perf_counter() - begin
 
 
@@ -184,12 +215,21 @@ def run_benchmark(
     machine, roofline = describe_machine(device), measure_roofline(device)
     print(machine.banner())
     print(roofline.banner())
-    results = []
+    results, told = [], set()
     for case_id in case_ids:
-        gate(bench, bench.CASES[case_id], device)
-        samples = time_case(bench, bench.CASES[case_id], device, options)
+        case = bench.CASES[case_id]
+        reason = bench.skip(case, device) if hasattr(bench, "skip") else None
+        if reason:
+            print(f"{bench.OP} {case_id}: skipped, {reason}")
+            continue
+        absent = gate(bench, case, device, options)
+        for name, why in absent.items():
+            if (name, why) not in told:
+                print(f"{bench.OP} {name}: cannot run, {why}")
+        told |= set(absent.items())
+        samples = time_case(bench, case, device, options, absent)
         results += summarise(bench, case_id, samples, machine, roofline, options.cold)
-        print(f"{bench.OP} {case_id}: correct, timed")
+        print(f"{bench.OP} {case_id}: correct, timed", flush=True)
     return machine, results
 
 

@@ -1,25 +1,22 @@
-"""Draw the results of a benchmark as SVG: one group of bars for each case, on a logarithmic axis of time."""
+"""Draw the results of a benchmark as SVG, with logarithmic axes of time."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 
 def plot(jsonl: Path) -> Path:
-    """Draw ``<op>.jsonl`` as ``<op>.svg`` beside it.
+    """Draw ``<op>.jsonl`` as ``<op>.svg`` beside it, one group of bars for each case.
 
     Raises:
         RuntimeError: matplotlib is not installed (``pip install specdec-kernels[bench]``).
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("drawing needs matplotlib: pip install 'specdec-kernels[bench]'") from error
-
-    records = [json.loads(line) for line in jsonl.read_text().splitlines()]
+    records = _records(jsonl)
     cases = list(dict.fromkeys(record["case"] for record in records))
     # One row a record, and an empty row between cases.
     rows = {(r["case"], r["provider"]): slot + cases.index(r["case"]) for slot, r in enumerate(records)}
-    figure = Figure(figsize=(9, 1.6 + 0.22 * len(rows)), layout="constrained")
+    figure = _figure(9, 1.6 + 0.22 * len(rows))
     axes = figure.subplots()
     for name in dict.fromkeys(record["provider"] for record in records):
         mine = [record for record in records if record["provider"] == name]
@@ -35,9 +32,54 @@ def plot(jsonl: Path) -> Path:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("median time of a call, µs (whiskers: 20th to 80th percentile)")
-    machine = records[0]["machine"]
-    axes.set_title(f"{records[0]['op']} on {machine['model']}, {machine['threads']} threads, torch {machine['torch']}")
+    axes.set_title(_title(records))
     figure.legend(loc="outside lower center", ncols=3)
     path = jsonl.with_suffix(".svg")
     figure.savefig(path)
     return path
+
+
+def plot_growth(jsonl: Path, pattern: str, label: str) -> Path:
+    """Draw how the time grows as ``<op>_growth.svg``: a panel for each ``panel`` of the pattern, over its ``x``.
+
+    The dotted line is proportional to x, through our last point.
+    """
+    records = _records(jsonl)
+    points: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for record in records:
+        match = re.fullmatch(pattern, record["case"])
+        if match:
+            series = points.setdefault(match["panel"], {}).setdefault(record["provider"], [])
+            series.append((int(match["x"]), record["median_us"]))
+    figure = _figure(4.5 * max(1, len(points)), 4.5)
+    panels = figure.subplots(1, max(1, len(points)), sharey=True, squeeze=False)[0]
+    for axes, (panel, of_provider) in zip(panels, points.items(), strict=False):
+        for name, series in of_provider.items():
+            axes.plot(*zip(*sorted(series), strict=True), marker="o", markersize=3, label=name)
+        ours = sorted(of_provider["specdec_kernels"])
+        xs = [x for x, _ in ours]
+        axes.plot(xs, [ours[-1][1] * x / xs[-1] for x in xs], ":", color="black", label="proportional")
+        axes.set(xscale="log", yscale="log", xlabel=label, title=f"{panel} nodes")
+    panels[0].set_ylabel("median time of a call, µs")
+    figure.suptitle(_title(records))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    path = jsonl.with_name(f"{jsonl.stem}_growth.svg")
+    figure.savefig(path)
+    return path
+
+
+def _records(jsonl: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in jsonl.read_text().splitlines()]
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError("drawing needs matplotlib: pip install 'specdec-kernels[bench]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _title(records: list[dict[str, Any]]) -> str:
+    machine = records[0]["machine"]
+    return f"{records[0]['op']} on {machine['model']}, {machine['threads']} threads, torch {machine['torch']}"

@@ -22,6 +22,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive_int, help="threads of the CPU kernels; default: torch's choice")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each provider of each case")
     parser.add_argument("--cold", action="store_true", help="sweep the caches before each sample")
+    parser.add_argument("--full", action="store_true", help="all cases of a benchmark that has a quick subset")
+    parser.add_argument(
+        "--peer-python", metavar="PATH", help="interpreter with another project's kernels, as a baseline"
+    )
     parser.add_argument("--list", action="store_true", help="list benchmarks and cases, and stop")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<device>/<op>.jsonl and .svg")
 
@@ -49,20 +53,22 @@ def run(args: Namespace) -> int:
 def _run_one(name: str, args: Namespace) -> int:
     bench = importlib.import_module(f"benchmarks.bench_{name}")
     harness = importlib.import_module("benchmarks.harness")
-    case_ids = [case_id for case_id in bench.CASES if fnmatch.fnmatch(case_id, args.case)]
+    known = bench.CASES if args.full else getattr(bench, "QUICK", bench.CASES)
+    case_ids = [case_id for case_id in known if fnmatch.fnmatch(case_id, args.case)]
     if args.list:
         print("\n".join(f"{name} {case_id}" for case_id in case_ids))
         return 0
     if not case_ids:
         print(f"{name} has no case like {args.case!r}; see --list", file=sys.stderr)
         return 2
-    options = harness.Options(seconds=args.seconds, cold=args.cold)
+    options = harness.Options(seconds=args.seconds, cold=args.cold, peer_python=args.peer_python)
     machine, results = harness.run_benchmark(bench, args.device, options, case_ids)
     print(harness.table(results))
     if hasattr(bench, "notes"):
         print(bench.notes(results, args.device))
     if args.save:
         path = harness.save(name, machine, results)
-        importlib.import_module("benchmarks.plot").plot(path)
-        print(f"written: {path} and {path.with_suffix('.svg')}")
+        draw = getattr(bench, "draw", None) or importlib.import_module("benchmarks.plot").plot
+        drawn = draw(path)
+        print("written:", *[path, *(drawn if isinstance(drawn, list) else [drawn])])
     return 0

@@ -1,16 +1,20 @@
 """``specdec-kernels bench`` and the harness it drives."""
 
+import importlib.util
 import json
+import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import bench_kv_compact, bench_verify, harness
+from benchmarks import bench_kv_compact, bench_tree_attention, bench_verify, harness
 from benchmarks.bench_kv_compact import Case
 from benchmarks.machine import Machine, Roofline
 from benchmarks.memory import peak_extra_bytes
+from benchmarks.peer import PeerProcess
 from specdec_kernels import _native
 from specdec_kernels.cli import bench as command
 from specdec_kernels.cli.__main__ import main
@@ -43,6 +47,48 @@ def test_gate_refuses_a_wrong_provider() -> None:
     wrong = {"reference": lambda inputs: [inputs], "ours": lambda inputs: [inputs + (inputs == 7)]}
     with pytest.raises(RuntimeError, match="toy: ours is wrong, nothing is timed"):
         harness.gate(toy_bench(providers=lambda case: wrong), 8, CPU)
+
+
+def unavailable(_inputs) -> list[torch.Tensor]:
+    raise harness.Unavailable("made for another machine")
+
+
+def test_a_provider_that_cannot_run_is_told_and_left_out(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(harness, "measure_roofline", lambda device: ROOFLINE)
+    providers = {**toy_bench().providers(8), "alien": unavailable}
+    bench = toy_bench(
+        CASES={"n8": 8, "n9": 9, "n7": 7},
+        providers=lambda case: providers,
+        skip=lambda case, device: "9 is too many" if case == 9 else None,
+    )
+    _, results = harness.run_benchmark(bench, CPU, harness.Options(seconds=0.0), bench.CASES)
+    assert {r.provider for r in results} == {"reference", "ours", "slow"}
+    assert {r.case for r in results} == {"n8", "n7"}
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count("toy alien: cannot run, made for another machine") == 1
+    assert "toy n9: skipped, 9 is too many" in lines
+
+
+class Remote:
+    """A provider that is timed elsewhere."""
+
+    def __call__(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [inputs * 2]
+
+    def seconds(self, inputs: torch.Tensor) -> float:
+        return 7.0
+
+
+def test_a_provider_may_time_itself() -> None:
+    providers = {**toy_bench().providers(8), "remote": Remote()}
+    samples = harness.time_case(toy_bench(providers=lambda case: providers), 8, CPU, harness.Options(seconds=0.0))
+    assert set(samples["remote"]) == {7.0}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="here the peer can run")
+def test_the_peer_says_why_it_cannot_run() -> None:
+    with pytest.raises(RuntimeError, match="vllm is not installed there"):
+        PeerProcess(sys.executable)
 
 
 def test_summary_compares_with_the_best_baseline() -> None:
@@ -151,6 +197,29 @@ def test_refuses_bad_options(option, value, message, capsys) -> None:
         main(["bench", "kv_compact", option, value])
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_quick_cases_unless_all_are_asked_for(capsys) -> None:
+    assert main(["bench", "tree_attention", "--list"]) == 0
+    quick = capsys.readouterr().out.splitlines()
+    assert main(["bench", "tree_attention", "--list", "--full"]) == 0
+    full = capsys.readouterr().out.splitlines()
+    assert set(quick) < set(full)
+    for model, batch, prefix, nodes in product(
+        ("llama3_8b", "llama3_70b_tp8", "qwen3_8b", "smollm2_135m"),
+        *((1, 8, 32), (128, 1024, 4096, 32768, 131072), (1, 8, 26, 64, 128)),
+    ):
+        assert f"tree_attention {model}-B{batch}-P{prefix}-T{nodes}-bfloat16" in full
+
+
+def test_cases_that_do_not_fit_are_skipped() -> None:
+    def reason(prefix, batch):
+        case = bench_tree_attention.CASES[f"llama3_8b-B{batch}-P{prefix}-T128-bfloat16"]
+        return str(bench_tree_attention.skip(case, CPU))
+
+    assert reason(128, 1) == "None"
+    assert "would take about" in reason(131072, 1) or "GB of memory" in reason(131072, 1)
+    assert "GB of memory" in reason(131072, 32)
 
 
 def test_needs_a_clone(monkeypatch, tmp_path, capsys) -> None:
