@@ -59,7 +59,7 @@ def plot_growth(jsonl: Path, pattern: str, label: str) -> Path:
         ours = sorted(of_provider["specdec_kernels"])
         xs = [x for x, _ in ours]
         axes.plot(xs, [ours[-1][1] * x / xs[-1] for x in xs], ":", color="black", label="proportional")
-        axes.set(xscale="log", yscale="log", xlabel=label, title=f"{panel} nodes")
+        axes.set(xscale="log", yscale="log", xlabel=label, title=f"nodes: {panel}")
     panels[0].set_ylabel("median time of a call, µs")
     figure.suptitle(_title(records))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
