@@ -65,8 +65,8 @@ def medusa_project(
         include_base: put the base model's own prediction, ``hidden @ w_out.T``, before the heads': it shares their
             reading of the weight. Needs a shared ``w_out``.
 
-    All in hidden's dtype, any strides but 1 in the last dimension. Each product is summed in fp32 or better and
-    rounded to the dtype once, as ``torch.nn.functional.linear`` does; so is the state after each layer.
+    All in hidden's dtype, any strides but 1 in the last dimension. Each product is summed in fp32 or better; the
+    state after each layer and the logits are rounded to the dtype.
 
     Returns:
         ``(B, M, V)`` in hidden's dtype. Head *i*, counted from 0, predicts the token *i + 2* places after the position

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bench_kv_compact, bench_tree_attention, bench_verify, harness
+from benchmarks import bench_kv_compact, bench_medusa_project, bench_tree_attention, bench_verify, harness
 from benchmarks.bench_kv_compact import Case
 from benchmarks.machine import Machine, Roofline
 from benchmarks.memory import peak_extra_bytes
@@ -164,6 +164,13 @@ def test_peak_memory() -> None:
     assert extra["composite"] > 20 << 20
     if _native.load_errors["_C"] is None:
         assert extra["specdec_kernels"] < 2 << 20
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_medusa_project_providers_agree(own) -> None:
+    case = bench_medusa_project.Case("smollm2_135m", 2, own, num_rows=300)
+    harness.gate(bench_medusa_project, case, CPU)
+    assert bench_medusa_project.cost(case).read_bytes == 2 * 576 * (4 * 576 + (4 if own else 1) * 300)
 
 
 def test_lists_cases(capsys) -> None:
