@@ -60,6 +60,35 @@ def launch_tree_attention(case: Case) -> None:
 _LAUNCH: dict[str, Callable[[Case], None]] = {"tree_attention": launch_tree_attention}
 
 
+@dataclass(frozen=True)
+class HeadsCase:
+    """One call of `medusa_project_topk`, or with ``k = 0`` of `medusa_project`, with four heads."""
+
+    dtype: str
+    rows: int  # B · M of a shared projection, B of own ones: they choose the tile
+    k: int
+    own: bool = False
+    hidden: int = 512
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-rows{self.rows}-k{self.k}{'-own' if self.own else ''}-C{self.hidden}"
+
+    def launch(self) -> None:
+        """Call the launcher."""
+        from ..kernels.medusa_project import medusa_project_topk_triton, medusa_project_triton
+
+        num_heads, dtype = 4, DTYPES[self.dtype]
+        batch = self.rows if self.own else self.rows // num_heads
+        w_res = torch.empty(num_heads, 1, self.hidden, self.hidden, dtype=dtype)
+        w_out = torch.empty(*(num_heads,) * self.own, 2048, self.hidden, dtype=dtype)
+        b_res = torch.empty(num_heads, 1, self.hidden, dtype=dtype)
+        args = (torch.empty(batch, self.hidden, dtype=dtype), w_res, b_res, w_out)
+        if self.k:
+            medusa_project_topk_triton(*args, self.k, vocab_map=None)
+        else:
+            medusa_project_triton(*args)
+
+
 def tree_attention_cases(everything: bool = False) -> Iterator[Case]:
     """Yield a case for each entry of the launch parameters; with ``everything`` for each kernel that differs."""
     kinds = [("bf16", "bf16"), ("bf16", "fp8"), ("bf16", "int8"), ("fp32", "fp32")]
@@ -72,7 +101,17 @@ def tree_attention_cases(everything: bool = False) -> Iterator[Case]:
                         yield Case("tree_attention", dtype, cache, dims, rows, page, with_options)
 
 
-CASES: dict[str, Callable[[bool], Iterator[Case]]] = {"tree_attention": tree_attention_cases}
+def medusa_project_cases(everything: bool = False) -> Iterator[HeadsCase]:
+    """Yield a case for each entry of the launch parameters; with ``everything`` for each kernel that differs."""
+    for dtype in ("bf16", "fp32", "fp16") if everything else ("bf16", "fp32"):
+        for rows in (16, 64, 256):
+            for k in (0, 1, 10, 64) if everything else (0, 10, 64):
+                for own in (False, True) if everything else (False,):
+                    for hidden in (512, 520) if everything else (512,):
+                        yield HeadsCase(dtype, rows, k, own, hidden)
+
+
+CASES: dict[str, Callable[[bool], Iterator[Case | HeadsCase]]] = {"tree_attention": tree_attention_cases, "medusa_project": medusa_project_cases}
 
 
 def add_arguments(parser) -> None:

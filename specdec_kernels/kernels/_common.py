@@ -83,6 +83,11 @@ def launch_parameters(stem: str, names: tuple[str, ...]) -> dict:
     raise RuntimeError(f"{stem}: no launch parameters for any of {names} in {CONFIGS.name}")
 
 
+def dot_precision(x: Tensor, exact: str) -> str:
+    """Return how fp32 products are made: to fp32's own precision, unless torch was told that less will do."""
+    return "tf32" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else exact
+
+
 def block(size: int) -> int:
     """Return the power of two that holds ``size``, at least 16, the smallest side of a matrix instruction."""
     return max(16, 1 << (size - 1).bit_length())

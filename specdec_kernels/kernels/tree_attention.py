@@ -269,7 +269,7 @@ def _attend(
             0 if table is None else table.stride(0),
             0 if tree_mask.shape[0] == 1 else tree_mask.stride(0),
             *(0 if x is None or x.dim() == 0 else x.stride(0) for x in (k_scale, v_scale)),
-            *(head_dim, v_dim, 0 if table is None else page_size, _dot_precision(q, device)),
+            *(head_dim, v_dim, 0 if table is None else page_size, _common.dot_precision(q, device.fp32_product)),
             *(plan.block_m, plan.block_n, _common.block(head_dim), _common.block(v_dim)),
             **plan.compile_options,
         )
@@ -289,10 +289,3 @@ def _split_results(out: Tensor, lse: Tensor, num_splits: int) -> tuple[Tensor, T
     batch, *rest = out.shape
     partial = out.new_empty(batch, num_splits, *rest, dtype=torch.float32)
     return partial, lse.new_empty(batch, num_splits, *rest[:2])
-
-
-def _dot_precision(q: Tensor, device: _common.Device) -> str:
-    """Return how fp32 products are made: to fp32's own precision, unless torch was told that less will do."""
-    if q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return device.fp32_product

@@ -37,6 +37,7 @@ define_op(
     "medusa_project(Tensor hidden, Tensor w_res, Tensor? b_res, Tensor w_out, *, bool include_base=False) -> Tensor",
     reference=medusa_project_ref,
     fake=_fake_project,
+    triton="kernels.medusa_project:medusa_project_triton",
     native=("cpu",),
 )
 define_op(
@@ -44,6 +45,7 @@ define_op(
     "bool include_base=False) -> (Tensor, Tensor, Tensor)",
     reference=medusa_project_topk_ref,
     fake=_fake_topk,
+    triton="kernels.medusa_project:medusa_project_topk_triton",
     native=("cpu",),
 )
 

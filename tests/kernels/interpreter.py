@@ -2,17 +2,20 @@
 
 - It takes the bits of bfloat16 values for integers, in products of matrices and in conversions from integers.
 - It patches `triton.language` anew for every call of a helper function; once for each launch is enough.
+- It reduces by exclusive or, which sorting does all the time, element by element in Python.
 """
 
 import inspect
 from functools import cache
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, ReduceOps
 
 _create_dot, _create_si_to_fp = InterpreterBuilder.create_dot, InterpreterBuilder.create_si_to_fp
 _patch_lang, _run_grid = interpreter._patch_lang, GridExecutor.__call__
+_generic_reduce = ReduceOps.generic_reduce
 _patched: set[str] = set()
 
 
@@ -48,7 +51,15 @@ def _run_grid_patched_once(self, *args, **kwargs):
         _patched.clear()
 
 
+def _reduce_by_xor_at_once(self, inputs):
+    if self.combine_fn is not tl.standard._xor_combine or self.axis is None:
+        return _generic_reduce(self, inputs)
+    data = np.bitwise_xor.reduce(inputs[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
+    return [self.to_tensor(data, inputs[0].dtype)]
+
+
 InterpreterBuilder.create_dot = _dot_in_fp32
 InterpreterBuilder.create_si_to_fp = _int_to_float_through_fp32
 interpreter._patch_lang = _patch_lang_once
 GridExecutor.__call__ = _run_grid_patched_once
+ReduceOps.generic_reduce = _reduce_by_xor_at_once
