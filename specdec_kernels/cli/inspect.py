@@ -111,7 +111,10 @@ def medusa_project_cases(everything: bool = False) -> Iterator[HeadsCase]:
                         yield HeadsCase(dtype, rows, k, own, hidden)
 
 
-CASES: dict[str, Callable[[bool], Iterator[Case | HeadsCase]]] = {"tree_attention": tree_attention_cases, "medusa_project": medusa_project_cases}
+CASES: dict[str, Callable[[bool], Iterator[Case | HeadsCase]]] = {
+    "tree_attention": tree_attention_cases,
+    "medusa_project": medusa_project_cases,
+}
 
 
 def add_arguments(parser) -> None:
@@ -147,7 +150,7 @@ _HEADER = ("arch", "kernel", "case", "warps", "registers", "spills", "shared", "
 _ROW = "{:7} {:24} {:32} {:>5} {:>9} {:>6} {:>9} {:>8} {:>10} {:>10} {}"
 
 
-def _row(architecture: str, case: Case, kernel) -> str:
+def _row(architecture: str, case: object, kernel) -> str:
     matrix = ", ".join(f"{n} {name}" for name, n in kernel.matrix_instructions().items()) or "-"
     return _ROW.format(
         *(architecture, kernel.name.strip("_").removesuffix("_kernel"), str(case), kernel.num_warps),

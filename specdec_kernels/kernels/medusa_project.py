@@ -17,7 +17,7 @@ from .._registry import OPS
 from . import _common
 from ._topk_tiles import _merge_topk_kernel, add_exponentials, insert, no_keys, sort_keys
 
-_MERGED_AT_ONCE = 2048
+_MERGED_AT_ONCE = 2048  # candidates at most
 _MAX_SPLIT = 65535  # rows of a split: a key of 16-bit logits counts them in 16 bits, of which the last means none
 
 
@@ -174,15 +174,13 @@ class Plan:
 
 
 @cache
-def choose_plan(device: _common.Device, stage: str, dtype: torch.dtype, num_rows: int) -> Plan | None:
+def choose_plan(device: _common.Device, stage: str, dtype: torch.dtype, num_rows: int) -> Plan:
     """Choose the launch parameters of a stage, ``residual`` or ``project``, for so many rows that share a weight.
 
-    None when the file has no entry for the dtype. The file's own ``rule`` says why its entries are what they are.
+    The file's own ``rule`` says why its entries are what they are.
     """
-    kind = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "fp16"}.get(dtype, "")
-    tiles = _common.launch_parameters("medusa_project", device.names)[stage].get(kind)
-    if tiles is None:
-        return None
+    kind = "fp32" if dtype == torch.float32 else "fp16"
+    tiles = _common.launch_parameters("medusa_project", device.names)[stage][kind]
     tile = next(t for t in tiles if num_rows <= t.get("max_rows", num_rows))
     # The last option is Triton's default, named because that is changing.
     options = {n: tile[n] for n in ("num_warps", "num_stages", "maxnreg") if n in tile} | {"enable_fp_fusion": True}
@@ -226,7 +224,8 @@ def medusa_project_topk_triton(
         _merge_topk_kernel[(batch * num_heads,)](
             *(keys, split_lse, vocab_map, values, ids, lse, split.count, split.length, k),
             0 if vocab_map is None else vocab_map.stride(0),
-            *(triton.next_power_of_2(k), hidden.dtype == torch.bfloat16, _MERGED_AT_ONCE),
+            *(triton.next_power_of_2(k), hidden.dtype == torch.bfloat16),
+            min(_MERGED_AT_ONCE, triton.next_power_of_2(split.count * k)),
             num_warps=8,
             enable_fp_fusion=True,
         )
@@ -280,7 +279,15 @@ def _project(x: Tensor, w_out: Tensor, out: Tensor, split_lse: Tensor | None, sp
     own, num_heads = w_out.dim() == 3, x.shape[1]
     _project_kernel[(split.num_x_tiles * split.count, num_heads if own else 1)](
         *(x, w_out, out, split_lse, x.shape[0] * (1 if own else num_heads), 1 if own else num_heads, num_heads),
-        *(x.shape[2], w_out.shape[-2], split.tiles, k, *x.stride()[:2], w_out.stride(0) if own else 0, w_out.stride(-2)),
+        *(
+            x.shape[2],
+            w_out.shape[-2],
+            split.tiles,
+            k,
+            *x.stride()[:2],
+            w_out.stride(0) if own else 0,
+            w_out.stride(-2),
+        ),
         *(
             triton.next_power_of_2(k) if k else 0,
             x.shape[2] % split.plan.block_c == 0,

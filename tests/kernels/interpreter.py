@@ -1,6 +1,7 @@
 """Triton's interpreter, repaired and made faster; imported where kernels are interpreted.
 
 - It takes the bits of bfloat16 values for integers, in products of matrices and in conversions from integers.
+- It cuts fp32 off to bfloat16 where GPUs round to the nearest, and loses subnormal bfloat16 values.
 - It patches `triton.language` anew for every call of a helper function; once for each launch is enough.
 - It reduces by exclusive or, which sorting does all the time, element by element in Python.
 """
@@ -9,13 +10,14 @@ import inspect
 from functools import cache
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, ReduceOps
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, ReduceOps, TensorHandle
 
 _create_dot, _create_si_to_fp = InterpreterBuilder.create_dot, InterpreterBuilder.create_si_to_fp
 _patch_lang, _run_grid = interpreter._patch_lang, GridExecutor.__call__
-_generic_reduce = ReduceOps.generic_reduce
+_cast, _generic_reduce = InterpreterBuilder.cast_impl, ReduceOps.generic_reduce
 _patched: set[str] = set()
 
 
@@ -28,6 +30,17 @@ def _int_to_float_through_fp32(self, source, target):
     if target.scalar != tl.bfloat16:
         return _create_si_to_fp(self, source, target)
     return self.cast_impl(self.cast_impl(source, tl.float32), target)
+
+
+def _convert_bfloat16(self, source, target):
+    types = source.dtype.scalar, target.scalar
+    if types == (tl.bfloat16, tl.float32):
+        bits = source.data.view(np.uint16).astype(np.uint32) << 16
+        return TensorHandle(bits.view(np.float32), tl.float32)
+    if types == (tl.float32, tl.bfloat16):
+        rounded = torch.from_numpy(np.array(source.data)).to(torch.bfloat16).view(torch.int16).numpy()
+        return TensorHandle(rounded.view(np.uint16), tl.bfloat16)
+    return _cast(self, source, target)
 
 
 @cache
@@ -59,6 +72,7 @@ def _reduce_by_xor_at_once(self, inputs):
 
 
 InterpreterBuilder.create_dot = _dot_in_fp32
+InterpreterBuilder.cast_impl = _convert_bfloat16
 InterpreterBuilder.create_si_to_fp = _int_to_float_through_fp32
 interpreter._patch_lang = _patch_lang_once
 GridExecutor.__call__ = _run_grid_patched_once

@@ -29,7 +29,6 @@ def force_plan(monkeypatch: pytest.MonkeyPatch, **changes) -> None:
 
 def law(inputs, include_base: bool) -> Tensor:
     """Return the logits of the loop over heads, in the dtype of the inputs."""
-    hidden, w_res, b_res, w_out = inputs
     logits = head_by_head(*inputs)
-    base = head_by_head(hidden, w_res[:1, :0], None, w_out) if include_base else logits[:, :0]
+    base = head_by_head(inputs[0], inputs[1][:1, :0], None, inputs[3]) if include_base else logits[:, :0]
     return torch.cat([base, logits], dim=1)

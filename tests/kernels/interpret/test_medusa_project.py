@@ -91,7 +91,9 @@ def test_nan_comes_last(num_numbers, dtype, monkeypatch) -> None:
 def test_order_over_all_magnitudes(dtype) -> None:
     """From the smallest subnormal to infinity, both signs, both zeros."""
     info = torch.finfo(dtype)
-    magnitudes = torch.tensor([0.0, info.smallest_normal * info.eps, info.smallest_normal, 1e-3, 1.0, info.max, math.inf])
+    magnitudes = torch.tensor(
+        [0.0, info.smallest_normal * info.eps, info.smallest_normal, 1e-3, 1.0, info.max, math.inf]
+    )
     logits = torch.cat([magnitudes, -magnitudes])[torch.randperm(14)].to(dtype)
     values, ids, _ = topk_of(logits, 14)
     assert ids.tolist() == sorted_ids(logits.tolist())
