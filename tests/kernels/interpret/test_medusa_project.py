@@ -133,7 +133,7 @@ def test_same_bits_as_the_reference() -> None:
 def test_large_batches(batch, projection) -> None:
     """Every tile height, and several tiles of rows."""
     inputs = make_inputs(((batch, 4, 1, 32, 200), BF16, projection, True))
-    values, ids, lse = project_topk(inputs, 5)
+    values, ids, lse = project_topk(inputs, 1)
     exact, baseline = law(doubled(inputs), False), law(inputs, False)
     assert_close_to_baseline(values.to(BF16), exact.gather(-1, ids), baseline.gather(-1, ids))
     assert_close_to_baseline(lse, exact.logsumexp(-1), baseline.float().logsumexp(-1))
