@@ -10,11 +10,15 @@ COMMANDS = {
     "doctor": "show versions, devices, and which kernel serves each op",
     "inspect": "compile the Triton kernels for a GPU that need not be here; show registers, spills, occupancy",
     "bench": "run a microbenchmark on this machine",
-    "train": "train draft heads for a model",
+    "search": "search which blocks a model skips while drafting for itself",
+    "train": "train draft heads or an adapter for a model",
     "tree": "draw, convert and optimise draft trees",
 }
 # What a command may need beyond the base install -> the extra that brings it.
-EXTRAS = {"accelerate": "demo", "gguf": "demo", "safetensors": "hf", "tqdm": "train", "transformers": "hf"}
+EXTRAS = {
+    "accelerate": "demo", "gguf": "demo", "optuna": "search", "safetensors": "hf", "tqdm": "train",
+    "transformers": "hf",
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,12 +1,9 @@
 """``specdec-kernels train``: train Medusa heads or a Kangaroo adapter for a causal LM, from nothing but the model."""
 
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
-from typing import Any
 
-from ..hf.load import PACKAGED_MODEL
+from ._data import RawHelp, add_data_arguments, generation_options, places_and_data
 
 EPILOG = """\
 examples:
@@ -30,37 +27,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the kinds of drafters: ``medusa`` and ``kangaroo``."""
     kinds = parser.add_subparsers(dest="drafter", required=True, metavar="DRAFTER")
     medusa = kinds.add_parser("medusa", help="Medusa heads (Medusa-1: the model stays frozen)", epilog=EPILOG)
-    medusa.formatter_class = _raw_help()
-    _add_data_arguments(medusa.add_argument_group("data"))
+    medusa.formatter_class = RawHelp
+    add_data_arguments(medusa.add_argument_group("data"))
     _add_head_arguments(medusa.add_argument_group("heads"))
     _add_training_arguments(medusa.add_argument_group("training"), batch_size=512, rows="rows")
     kangaroo = kinds.add_parser("kangaroo", help="a Kangaroo adapter (the model stays frozen)", epilog=KANGAROO_EPILOG)
-    kangaroo.formatter_class = _raw_help()
-    _add_data_arguments(kangaroo.add_argument_group("data"))
+    kangaroo.formatter_class = RawHelp
+    add_data_arguments(kangaroo.add_argument_group("data"))
     _add_adapter_arguments(kangaroo.add_argument_group("adapter"))
     _add_training_arguments(kangaroo.add_argument_group("training"), batch_size=4, rows="conversations")
-
-
-def _raw_help():
-    from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
-
-    return type("Help", (ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter), {})
-
-
-def _add_data_arguments(group) -> None:
-    group.add_argument("--model", default=PACKAGED_MODEL, help="'smollm2', a folder, a .gguf file, or a hub id")
-    group.add_argument("--out", type=Path, required=True, help="folder of the result")
-    group.add_argument("--work", type=Path, help="folder of data, cached states, checkpoints (default: OUT.work)")
-    group.add_argument("--data", type=Path, help='JSON lines with "turns", "prompt" or "messages"; default: none, the '
-                       "model writes the user turns too")  # fmt: skip
-    group.add_argument("--tokens", type=int, default=400_000, help="answer tokens to generate")
-    group.add_argument("--user-len", type=int, default=128, help="longest user turn the model may write")
-    group.add_argument("--answer-len", type=int, default=256, help="longest answer")
-    group.add_argument("--slots", type=int, default=32, help="conversations decoded together by a worker")
-    group.add_argument("--workers", type=int, default=1, help="processes that generate, of one thread each on a CPU")
-    group.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the model")
-    group.add_argument("--device", default="cpu", help="of everything")
-    group.add_argument("--seed", type=int, default=0, help="of the texts and of the row order")
 
 
 def _add_head_arguments(group) -> None:
@@ -114,7 +89,7 @@ def _train_medusa(args: Namespace) -> str:
         decay=args.decay,
         soft_targets=args.soft_targets,
     )
-    train_medusa(*_places_and_data(args), options, _trainer_options(args), **_generation(args))
+    train_medusa(*places_and_data(args), options, _trainer_options(args), **generation_options(args))
     return f"specdec-kernels tree optimize --heads {args.out} --nodes 16"
 
 
@@ -131,20 +106,9 @@ def _train_kangaroo(args: Namespace) -> str:
         answers_only=args.answers_only,
     )
     train_kangaroo(
-        *_places_and_data(args), options, _trainer_options(args), on_the_fly=args.on_the_fly, **_generation(args)
+        *places_and_data(args), options, _trainer_options(args), on_the_fly=args.on_the_fly, **generation_options(args)
     )
     return f'KangarooDrafter.from_pretrained("{args.out}", model)'
-
-
-def _places_and_data(args: Namespace) -> tuple[Path, Path, Any]:
-    """Return the folders of the result and of the work, and what decides the texts."""
-    from ..training.data import GenerationOptions
-    from ..training.generate import Limits
-
-    limits = Limits(user_len=args.user_len, answer_len=args.answer_len)
-    data = None if args.data is None else str(args.data)
-    work = args.work or args.out.with_name(args.out.name + ".work")
-    return args.out, work, GenerationOptions(args.model, data, args.dtype, args.seed, limits)
 
 
 def _trainer_options(args: Namespace):
@@ -153,13 +117,3 @@ def _trainer_options(args: Namespace):
     return TrainerOptions(
         epochs=args.epochs, batch_size=args.batch_size, lr=args.lr, seed=args.seed, save_every=args.save_every
     )
-
-
-def _generation(args: Namespace) -> dict:
-    return {
-        "num_tokens": args.tokens,
-        "num_slots": args.slots,
-        "num_workers": args.workers,
-        "device": args.device,
-        "command": shlex.join(["specdec-kernels", *args.argv]),
-    }

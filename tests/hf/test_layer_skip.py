@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec_kernels.decoding import ExitRule
-from specdec_kernels.decoding.drafters import LayerSkipDrafter, MedusaDrafter
+from specdec_kernels.decoding.drafters import LayerSkipDrafter, MedusaDrafter, PlainDrafter
 from specdec_kernels.hf import HFTarget
 from specdec_kernels.hf.families import FAMILIES
 from tests.decoding.test_loop_law import LIMIT
@@ -177,3 +177,11 @@ def test_the_cache_after_partial_acceptance_is_the_models_own():
 
 def test_drafters_of_other_kinds_need_no_context():
     assert not hasattr(MedusaDrafter, "bind")
+
+
+@pytest.mark.parametrize("lengths", [[9], LENGTHS], ids=["B1", "B4"])
+def test_in_bf16_the_text_is_that_of_plain_decoding(lengths):
+    model = tiny_model(num_hidden_layers=4).bfloat16()
+    expected, _ = generated(model, PlainDrafter(), lengths, max_new_tokens=40)
+    drafter = skipping([1], [2])
+    assert torch.equal(generated(model, drafter, lengths, max_new_tokens=40)[0], expected)

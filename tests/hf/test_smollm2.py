@@ -7,10 +7,12 @@ import torch
 
 from specdec_kernels.cli._drafters import SHIPPED_HEADS
 from specdec_kernels.decoding import DecodeStats
-from specdec_kernels.decoding.drafters import MedusaDrafter
+from specdec_kernels.decoding.drafters import KangarooDrafter, LayerSkipDrafter, MedusaDrafter
 from specdec_kernels.hf.generate import generate
 from specdec_kernels.hf.load import load_model, load_tokenizer
 from specdec_kernels.hf.target import HFTarget
+from specdec_kernels.training.kangaroo import AdapterOptions, fresh_adapter
+from specdec_kernels.tree import DraftTree
 from specdec_kernels.tree.mask import depths_from_mask, mask_from_parents
 
 try:
@@ -132,3 +134,31 @@ def test_bf16_speculation_has_the_bits_of_plain_decoding(bf16_model, prompts, ro
             plain.sequences[:, :length], torch.tensor([length], dtype=torch.int32)
         )
         assert torch.equal(output.logits[:, 0].float(), plain.logits[count])
+
+
+SELF_DRAFTING = {
+    "layer skip": lambda model: LayerSkipDrafter({12, 16}, {12, 16}, max_drafts=6),
+    "kangaroo": lambda model: early_exit(model, 8, None),
+    "kangaroo tree": lambda model: early_exit(model, 8, DraftTree.from_choices([[0], [1], [0, 0], [0, 1]])),
+    "kangaroo before the last layer": lambda model: early_exit(model, 29, None),
+}
+
+
+def early_exit(model, exit_layer, tree):
+    """Kangaroo with the model's last layer as its adapter: after all others it is the model itself."""
+    adapter = fresh_adapter(AdapterOptions(exit_layer), [], model).requires_grad_(False)
+    return KangarooDrafter(adapter, model.get_output_embeddings().weight, tree=tree)
+
+
+@pytest.mark.parametrize("name", SELF_DRAFTING)
+def test_self_speculation_equals_generate(model, prompts, plain, name):
+    stats, drafter = DecodeStats(), SELF_DRAFTING[name](model)
+    for ids, expected in zip(prompts, plain, strict=True):
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+        ours = generate(model, **inputs, drafter=drafter, stats=stats, **options)
+        assert torch.equal(ours[0, ids.shape[1] :], expected)
+    print(f"{name}: {stats.tokens_per_step:.2f} tokens per step")
+    if name == "kangaroo before the last layer":
+        # It stops behind improbable tokens, but all that it drafts is right; the last step may be cut by the length.
+        assert stats.accepted_histogram[0] == 0

@@ -140,7 +140,10 @@ class KangarooDrafter:
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
         """Move the thresholds, if the rule does; the target has moved the adapter's rows with its own."""
         if draft.num_nodes is not None:
-            self.exits.observe(draft.num_nodes - 1, verification.num_accepted, active)
+            # Of a tree at most one token a level can be accepted.
+            last = draft.num_nodes.long() - 1
+            drafted = last if self._levels is None else draft.depths[0, last]
+            self.exits.observe(drafted, verification.num_accepted, active)
 
     def _chain(self, pending: Tensor) -> Draft:
         assert self._context is not None

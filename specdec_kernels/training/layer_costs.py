@@ -1,0 +1,161 @@
+"""What the blocks of a model cost on this machine, and what a draft that leaves some out is expected to gain."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ..decoding.drafting import ChainLayout
+from ..decoding.protocols import LayerPlan
+from ..hf.target import HFTarget
+
+THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(20))
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """Microseconds of one decoding sequence.
+
+    Attributes:
+        attention_us, mlp_us: of each layer's blocks, for one node.
+        rest_us: what a forward of one node takes besides: embedding, norms, projection, Python.
+        verify_us: ``verify_us[d]``, a whole forward of a chain of ``d`` drafts and their root.
+    """
+
+    attention_us: tuple[float, ...]
+    mlp_us: tuple[float, ...]
+    rest_us: float
+    verify_us: tuple[float, ...]
+
+    def draft_us(self, plan: LayerPlan) -> float:
+        """Return the time of one drafted token."""
+        attention = sum(us for layer, us in enumerate(self.attention_us) if layer not in plan.skipped_attention)
+        mlp = sum(us for layer, us in enumerate(self.mlp_us) if layer not in plan.skipped_mlp)
+        return self.rest_us + attention + mlp
+
+
+class Outcome(NamedTuple):
+    """What a draft model did in some contexts.
+
+    Attributes:
+        matched: ``(n,) int64``; so many of its first drafts are what the target says.
+        probs: ``(n, N)``; how probable each draft was.
+    """
+
+    matched: Tensor
+    probs: Tensor
+
+
+class Expectation(NamedTuple):
+    """The best way to use a draft model, by expected speed.
+
+    Attributes:
+        tokens_per_s, tokens_per_step, drafts_per_step: expected.
+        max_drafts, threshold: of the drafter that gets there.
+    """
+
+    tokens_per_s: float
+    tokens_per_step: float
+    drafts_per_step: float
+    max_drafts: int
+    threshold: float
+
+
+def expectation(outcome: Outcome, costs: BlockCosts, draft_us: float) -> Expectation:
+    """Return the best longest chain (of at least one draft) and threshold, and the speed expected with them.
+
+    ``tokens/s = mean(min(matched, d) + 1) / mean(d · draft_us + verify_us[d])``, where a context drafts *d* tokens: up
+    to and with the first one below the threshold. No time is measured here: the same outcome gives the same answer.
+    """
+    verify_us = torch.tensor(costs.verify_us, dtype=torch.float64)
+    columns = torch.arange(1, outcome.probs.shape[1] + 1)
+    tried = []
+    for threshold in THRESHOLDS:
+        stops = torch.where(outcome.probs < threshold, columns, outcome.probs.shape[1]).amin(1)
+        for max_drafts in columns.tolist():
+            drafts = stops.clamp_max(max_drafts)
+            tokens = (torch.minimum(outcome.matched, drafts) + 1).double().mean()
+            time_us = (drafts * draft_us + verify_us[drafts]).mean()
+            speed = float(tokens / time_us * 1e6)
+            tried.append(Expectation(speed, float(tokens), float(drafts.double().mean()), max_drafts, threshold))
+    return max(tried, key=lambda found: found.tokens_per_s)
+
+
+@torch.no_grad()
+def measure_costs(model, *, context_len: int, max_drafts: int, repeats: int = 25) -> BlockCosts:
+    """Time a sequence of ``context_len`` tokens: every block for one node, and chains of every length.
+
+    Medians, all lengths in turn in each round, so that a slow moment falls on all of them.
+    """
+    target = HFTarget(model, 1, context_len + max_drafts + 1)
+    device = model.device
+    target.prefill(torch.ones(1, context_len, dtype=torch.int64, device=device), torch.tensor([context_len]).int())
+    layout = ChainLayout(max_drafts + 1, device)
+
+    def forward(num_nodes: int) -> float:
+        ids = torch.ones(1, num_nodes, dtype=torch.int64, device=device)
+        return _timed(lambda: target.forward(ids, layout.mask(num_nodes), layout.depths(num_nodes)), device)
+
+    chains: list[list[float]] = [[] for _ in range(max_drafts + 1)]
+    blocks = _BlockTimer(model)
+    for round_index in tqdm(range(repeats + 2), desc="measuring costs", unit="round"):
+        times = [forward(num_drafts + 1) for num_drafts in range(max_drafts + 1)]
+        with blocks:
+            forward(1)
+        if round_index < 2:  # warms up
+            blocks.times = [[] for _ in blocks.times]
+            continue
+        for row, value in zip(chains, times, strict=True):
+            row.append(value)
+    verify_us = tuple(median(row) for row in chains)
+    block_us = [median(row) for row in blocks.times]
+    attention_us, mlp_us = tuple(block_us[::2]), tuple(block_us[1::2])
+    return BlockCosts(attention_us, mlp_us, max(0.0, verify_us[0] - sum(block_us)), verify_us)
+
+
+def _timed(function: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter_ns()
+    function()
+    _wait(device)
+    return (time.perf_counter_ns() - start) / 1e3
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _BlockTimer:
+    """Note how long every attention block and MLP takes in the forwards inside the ``with`` block."""
+
+    def __init__(self, model):
+        self.device = model.device
+        self.blocks = [block for layer in model.base_model.layers for block in (layer.self_attn, layer.mlp)]
+        self.times: list[list[float]] = [[] for _ in self.blocks]
+
+    def __enter__(self) -> "_BlockTimer":
+        self.handles = []
+        for block, times in zip(self.blocks, self.times, strict=True):
+            self.handles += [
+                block.register_forward_pre_hook(lambda *_: self._start()),
+                block.register_forward_hook(lambda *_, times=times: self._stop(times)),
+            ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _start(self) -> None:
+        _wait(self.device)
+        self.started = time.perf_counter_ns()
+
+    def _stop(self, times: list[float]) -> None:
+        _wait(self.device)
+        times.append((time.perf_counter_ns() - self.started) / 1e3)

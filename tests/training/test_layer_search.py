@@ -1,0 +1,157 @@
+import json
+
+import pytest
+import torch
+
+from specdec_kernels.decoding import ExitRule, GreedyAcceptance, LayerPlan, decode
+from specdec_kernels.decoding.drafters import LayerSkipDrafter
+from specdec_kernels.hf import HFTarget
+from specdec_kernels.training import layer_search
+from specdec_kernels.training.data import GenerationOptions
+from specdec_kernels.training.generate import Conversation, Limits
+from specdec_kernels.training.layer_costs import BlockCosts, Outcome, expectation, measure_costs
+from specdec_kernels.training.layer_search import (
+    DraftProbe,
+    SearchOptions,
+    choose_contexts,
+    search_layers,
+    search_skip_sets,
+    uniform_plan,
+)
+from tests.hf.tiny import VOCAB, tiny_model
+
+OPTIONS = SearchOptions(num_contexts=12, max_context=40, max_drafts=4)
+COSTS = BlockCosts((10.0,) * 4, (20.0,) * 4, 5.0, (125.0, 130.0, 135.0, 140.0, 145.0))
+
+
+def contexts(count=12):
+    generator = torch.Generator().manual_seed(1)
+    lengths = [3 + i % 5 for i in range(count)]
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def probe(model):
+    return DraftProbe(model, contexts(), 4)
+
+
+@pytest.mark.parametrize("plan", [LayerPlan(skipped_attention=frozenset([1])), LayerPlan(skipped_mlp=frozenset([2]))])
+def test_matches_are_what_decoding_accepts(model, probe, plan):
+    """The first step of a real run from every context, without an early exit."""
+    outcome = probe.outcome(plan)
+    assert 0 < outcome.matched.double().mean() < 4
+    for row, context in enumerate(contexts()):
+        rule = ExitRule(threshold=0.0, target_rate=None)
+        drafter = LayerSkipDrafter(plan.skipped_attention, plan.skipped_mlp, max_drafts=4, exit_rule=rule)
+        target = HFTarget(model, 1, len(context) + 12)
+        lengths = torch.tensor([len(context)], dtype=torch.int32)
+        steps = decode(
+            target, drafter, torch.tensor([context]), lengths, acceptance=GreedyAcceptance(), max_new_tokens=8
+        )
+        next(steps)
+        assert int(next(steps).verification.num_accepted) == outcome.matched[row]
+
+
+def test_a_trial_leaves_the_contexts_as_they_were(probe):
+    plan = LayerPlan(skipped_attention=frozenset([0, 1]))
+    first = probe.outcome(plan)
+    assert probe.outcome(LayerPlan()).matched.tolist() == [4] * 12
+    again = probe.outcome(plan)
+    assert torch.equal(first.matched, again.matched)
+    assert torch.equal(first.probs, again.probs)
+
+
+def test_the_expectation_is_the_formula():
+    """Two contexts by hand: one matches 3 of its drafts, the other none, and says so."""
+    outcome = Outcome(torch.tensor([3, 0]), torch.tensor([[0.9, 0.9, 0.9, 0.1], [0.2, 0.9, 0.9, 0.9]]))
+    plan = LayerPlan(skipped_attention=frozenset([0, 1]), skipped_mlp=frozenset([3]))
+    assert COSTS.draft_us(plan) == 5 + 20 + 60
+    found = expectation(outcome, COSTS, 10.0)
+    # A threshold between them: 3 drafts and 1; 4 and 1 tokens.
+    assert (found.max_drafts, found.tokens_per_step, found.drafts_per_step) == (3, 2.5, 2.0)
+    assert 0.2 < found.threshold <= 0.9
+    assert found.tokens_per_s == pytest.approx(2.5 / ((3 * 10 + 140 + 10 + 130) / 2) * 1e6)
+    # Where drafts cost as much as the model, one is the least evil.
+    assert expectation(outcome, COSTS, 125.0).max_drafts == 1
+
+
+def test_costs_are_measured_for_every_block(model):
+    costs = measure_costs(model, context_len=16, max_drafts=3, repeats=3)
+    assert len(costs.attention_us) == len(costs.mlp_us) == 4
+    assert len(costs.verify_us) == 4
+    assert all(us > 0 for us in (*costs.attention_us, *costs.mlp_us, *costs.verify_us))
+    assert costs.draft_us(LayerPlan()) <= costs.verify_us[0] * 1.5
+    blocks = [block for layer in model.model.layers for block in (layer.self_attn, layer.mlp)]
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in blocks)
+
+
+def test_uniform_plans_skip_as_many_blocks():
+    plan = LayerPlan(skipped_attention=frozenset([0, 1, 2]), skipped_mlp=frozenset([5]))
+    uniform = uniform_plan(plan, 9)
+    assert (sorted(uniform.skipped_attention), sorted(uniform.skipped_mlp)) == ([1, 4, 7], [4])
+    assert uniform_plan(LayerPlan(), 9) == LayerPlan()
+    assert len(uniform_plan(LayerPlan(skipped_mlp=frozenset(range(9))), 9).skipped_mlp) == 9
+
+
+def test_contexts_are_cut_in_the_answers_and_parts_are_kept_apart(monkeypatch):
+    monkeypatch.setattr(layer_search, "is_held_out", lambda c: c.index % 2 == 0)
+    conversations = [Conversation(i, (i, 1), tuple(range(10)), i % 4 < 2) for i in range(20)]
+    chosen = {part: choose_contexts(conversations, OPTIONS, held_out=part) for part in (True, False)}
+    for part, found in chosen.items():
+        assert {c[0] % 2 == 0 for c in found} == {part}
+        assert all(c[1:] == (1, *range(len(c) - 2)) for c in found)
+        assert [c[0] % 4 < 2 for c in found] == [True] * 5 + [False] * 5
+    assert len({len(c) for c in chosen[True]}) > 2
+    with pytest.raises(ValueError, match="no held-out context of at most 1 tokens"):
+        choose_contexts(conversations, SearchOptions(max_context=1), held_out=True)
+
+
+def test_the_search_beats_a_uniform_skip_and_goes_on(probe, tmp_path):
+    pytest.importorskip("optuna")
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    plan, best, tried = search_layers(probe, COSTS, storage, OPTIONS, num_trials=30)
+    assert tried == 30
+    uniform = uniform_plan(plan, 4)
+    assert best.tokens_per_s > expectation(probe.outcome(uniform), COSTS, COSTS.draft_us(uniform)).tokens_per_s
+    again, same, tried = search_layers(probe, COSTS, storage, OPTIONS, num_trials=30)
+    assert (again, same, tried) == (plan, best, 30), "nothing is left to try"
+    _, better, tried = search_layers(probe, COSTS, storage, OPTIONS, num_trials=40)
+    assert tried == 40
+    assert better.tokens_per_s >= best.tokens_per_s
+
+
+def test_the_same_search_finds_the_same(probe, tmp_path):
+    pytest.importorskip("optuna")
+    found = [
+        search_layers(probe, COSTS, f"sqlite:///{tmp_path / name}", OPTIONS, num_trials=20) for name in ("a.db", "b.db")
+    ]
+    assert found[0] == found[1]
+
+
+def test_from_nothing_to_a_file(tiny, tmp_path, capsys):
+    pytest.importorskip("optuna")
+    generation = GenerationOptions(tiny, None, "float32", 0, Limits(user_len=4, answer_len=12))
+
+    def search(options=OPTIONS, num_trials=12):
+        return search_skip_sets(
+            tmp_path / "out", tmp_path / "work", generation, options, num_trials=num_trials, num_tokens=700,
+            num_slots=16, command="the command",
+        )  # fmt: skip
+
+    drafter = search()
+    assert "uniform, as many blocks" in capsys.readouterr().out
+    loaded = LayerSkipDrafter.from_pretrained(tmp_path / "out")
+    assert (loaded.plan, loaded.max_drafts, loaded.exit_rule) == (drafter.plan, drafter.max_drafts, drafter.exit_rule)
+    entry = json.loads((tmp_path / "out" / "layer_skip.json").read_text())
+    assert (entry["command"], entry["num_trials"]) == ("the command", 12)
+    assert entry["held_out"]["max_drafts"] >= 1
+    costs = (tmp_path / "work" / "costs.json").read_text()
+    search(num_trials=14)
+    assert (tmp_path / "work" / "costs.json").read_text() == costs, "a continued search keeps its costs"
+    with pytest.raises(ValueError, match="a search with other options"):
+        search(SearchOptions(num_contexts=3))
