@@ -6,99 +6,21 @@ counted: the same skip set has the same value whenever it is tried.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from ..decoding.drafters.layer_skip import LayerSkipDrafter
-from ..decoding.drafting import ChainLayout
 from ..decoding.exits import ExitRule
 from ..decoding.protocols import LayerPlan
 from ..hf.load import load_model
-from ..hf.target import HFTarget
-from .data import GenerationOptions, generate_conversations, is_held_out
-from .generate import Conversation
-from .layer_costs import BlockCosts, Expectation, Outcome, expectation, measure_costs
+from .data import GenerationOptions, generate_conversations
+from .layer_costs import BlockCosts, Expectation, expectation, measure_costs
+from .layer_probe import DraftProbe, SearchOptions, choose_contexts
 from .medusa import base_model_name
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """What is searched; a study is continued only with the same options.
-
-    Attributes:
-        num_contexts: places in the model's own answers from which every skip set drafts.
-        max_context: longest of them, in tokens.
-        max_drafts: drafts from each.
-        seed: of the sampler and of the places.
-    """
-
-    num_contexts: int = 64
-    max_context: int = 256
-    max_drafts: int = 8
-    seed: int = 0
-
-
-class DraftProbe:
-    """Contexts in a target's cache, all in one batch, from which any skip set can draft.
-
-    Args:
-        model: the causal LM.
-        contexts: token ids.
-        max_drafts: ``N``, drafts from each context.
-    """
-
-    def __init__(self, model, contexts: Sequence[Sequence[int]], max_drafts: int):
-        lengths = torch.tensor([len(context) for context in contexts], dtype=torch.int32, device=model.device)
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(context) for context in contexts], batch_first=True)
-        self.max_drafts = max_drafts
-        self._target = HFTarget(model, len(contexts), ids.shape[1] + max_drafts)
-        self._pending = self._target.prefill(ids.to(model.device), lengths).logits[:, 0].argmax(-1)
-        self._layout = ChainLayout(max_drafts, model.device)
-        self._truth, _ = self._draft(LayerPlan(), max_drafts)
-
-    def outcome(self, plan: LayerPlan, num_drafts: int | None = None) -> Outcome:
-        """Draft greedily with a skip set, and compare with what the whole model says."""
-        count = self.max_drafts if num_drafts is None else num_drafts
-        ids, probs = self._draft(plan, count)
-        matched = (ids == self._truth[:, :count]).long().cumprod(1).sum(1)
-        return Outcome(matched.cpu(), probs.cpu())
-
-    def _draft(self, plan: LayerPlan, count: int) -> tuple[Tensor, Tensor]:
-        """Return ``(B, count)`` ids and probabilities. Nothing is committed, so the contexts stay as they are."""
-        ids, probs = [self._pending], []
-        for last in range(count):
-            mask, depths = self._layout.mask(last + 1), self._layout.depths(last + 1)[:, last:]
-            output = self._target.run_layers(ids[-1][:, None], mask, depths, plan, first_node=last)
-            best, token = output.logits[:, 0].float().max(-1)
-            probs.append((best - output.logits[:, 0].float().logsumexp(-1)).exp())
-            ids.append(token)
-        return torch.stack(ids[1:], dim=1), torch.stack(probs, dim=1)
-
-
-def choose_contexts(
-    conversations: Sequence[Conversation], options: SearchOptions, *, held_out: bool
-) -> list[tuple[int, ...]]:
-    """Cut conversations somewhere in their answers; greedy answers first, since greedy drafts are counted.
-
-    Raises:
-        ValueError: there is none.
-    """
-    generator = torch.Generator().manual_seed(options.seed)
-    contexts = []
-    for c in sorted(conversations, key=lambda c: (not c.greedy, c.index)):
-        cut = int(torch.randint(len(c.answer), (), generator=generator))
-        context = c.prompt + c.answer[:cut]
-        if is_held_out(c) == held_out and len(context) <= options.max_context:
-            contexts.append(context)
-    if not contexts:
-        part = "held-out" if held_out else "other"
-        raise ValueError(f"no {part} context of at most {options.max_context} tokens; ask for more tokens")
-    return contexts[: options.num_contexts]
 
 
 def uniform_plan(like: LayerPlan, num_layers: int) -> LayerPlan:
@@ -125,14 +47,14 @@ def first_guesses(probe: DraftProbe, costs: BlockCosts) -> list[LayerPlan]:
 
 
 def search_layers(
-    probe: DraftProbe, costs: BlockCosts, storage: str, options: SearchOptions, num_trials: int
+    probe: DraftProbe, costs: BlockCosts, file: str | Path, options: SearchOptions, num_trials: int
 ) -> tuple[LayerPlan, Expectation, int]:
-    """Search until the study has ``num_trials`` trials, those of earlier runs included.
+    """Search until ``num_trials`` skip sets were tried, those of earlier runs included.
 
     Args:
         probe: drafts.
         costs: of this machine.
-        storage: where optuna keeps the study, for example ``sqlite:///study.db``.
+        file: JSON lines, one for each trial; what is in there is taken as tried.
         options: of the search.
         num_trials: in all.
 
@@ -142,33 +64,72 @@ def search_layers(
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(storage=storage, study_name="layers", load_if_exists=True, direction="maximize")
-    done = len(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)))
-    # The sampler's state is not stored; a continued run must not repeat the draws of the first.
-    study.sampler = optuna.samplers.TPESampler(
-        seed=options.seed + done, multivariate=True, warn_independent_sampling=False
-    )
     num_layers = len(costs.attention_us)
-    if not done:
+    trials = _Trials(Path(file))
+    # The sampler's state is not stored; a continued run must not repeat the draws of the first.
+    sampler = optuna.samplers.TPESampler(seed=options.seed + len(trials.entries))
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    choice = optuna.distributions.CategoricalDistribution([False, True])
+    for plan, value in trials.entries:
+        parameters = _parameters(plan, num_layers)
+        study.add_trial(
+            optuna.trial.create_trial(params=parameters, distributions=dict.fromkeys(parameters, choice), value=value)
+        )
+    if not trials.entries:
         for guess in first_guesses(probe, costs):
             study.enqueue_trial(_parameters(guess, num_layers))
-    with tqdm(total=num_trials, initial=done, unit="trial", desc="searching") as bar:
+    with tqdm(total=num_trials, initial=len(trials.entries), unit="trial", desc="searching") as bar:
 
         def objective(trial: Any) -> float:
             plan = LayerPlan(
                 skipped_attention=_suggested(trial, "attention", num_layers),
                 skipped_mlp=_suggested(trial, "mlp", num_layers),
             )
-            return expectation(probe.outcome(plan), costs, costs.draft_us(plan)).tokens_per_s
-
-        def report(study: Any, _: Any) -> None:
+            value = expectation(probe.outcome(plan), costs, costs.draft_us(plan)).tokens_per_s
+            trials.add(plan, value)
             bar.update(1)
-            bar.set_postfix(best=f"{study.best_value:.2f} tok/s")
+            bar.set_postfix(best=f"{trials.best[1]:.2f} tok/s")
+            return value
 
-        study.optimize(objective, n_trials=max(0, num_trials - done), callbacks=[report])
-    names = {name for name, is_skipped in study.best_params.items() if is_skipped}
-    plan = _plan([(name.rpartition("_")[0], int(name.rpartition("_")[2])) for name in names])
-    return plan, expectation(probe.outcome(plan), costs, costs.draft_us(plan)), max(done, num_trials)
+        study.optimize(objective, n_trials=max(0, num_trials - len(trials.entries)))
+    plan = trials.best[0]
+    return plan, expectation(probe.outcome(plan), costs, costs.draft_us(plan)), len(trials.entries)
+
+
+class _Trials:
+    """The skip sets that were tried, and their values; appended to a file as they come.
+
+    An SQL study would commit each of its 2L parameters by itself, which takes longer than the trial.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.entries: list[tuple[LayerPlan, float]] = []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError:  # an interruption cut it off
+                continue
+            plan = LayerPlan(
+                skipped_attention=frozenset(found["skipped_attention"]), skipped_mlp=frozenset(found["skipped_mlp"])
+            )
+            self.entries.append((plan, found["tokens_per_s"]))
+
+    @property
+    def best(self) -> tuple[LayerPlan, float]:
+        """The first one with the highest value."""
+        return max(self.entries, key=lambda entry: entry[1])
+
+    def add(self, plan: LayerPlan, value: float) -> None:
+        self.entries.append((plan, value))
+        entry = {
+            "skipped_attention": sorted(plan.skipped_attention),
+            "skipped_mlp": sorted(plan.skipped_mlp),
+            "tokens_per_s": value,
+        }
+        with open(self.path, "a", encoding="utf-8") as file:
+            # A line that was cut off must not swallow this one.
+            file.write(("" if file.tell() == 0 else "\n") + json.dumps(entry))
 
 
 def _suggested(trial: Any, kind: str, num_layers: int) -> frozenset[int]:
@@ -217,7 +178,7 @@ def search_skip_sets(
     model = load_model(generation.model, getattr(torch, generation.dtype), device)
     costs = stored_costs(work / "costs.json", model, options)
     probe = DraftProbe(model, choose_contexts(conversations, options, held_out=False), options.max_drafts)
-    plan, expected, tried = search_layers(probe, costs, f"sqlite:///{work / 'study.db'}", options, num_trials)
+    plan, expected, tried = search_layers(probe, costs, work / "trials.jsonl", options, num_trials)
     drafter = LayerSkipDrafter(
         plan.skipped_attention, plan.skipped_mlp, max_drafts=expected.max_drafts,
         exit_rule=ExitRule(threshold=expected.threshold),
