@@ -12,6 +12,7 @@ define_op(
     "philox_uniforms(Tensor seed, Tensor position, int count) -> Tensor",
     reference=philox_uniforms_ref,
     fake=lambda seed, position, count: seed.new_empty(seed.shape[0], count, dtype=torch.float32),
+    triton="kernels.philox:philox_uniforms_triton",
     native=("cpu",),
 )
 

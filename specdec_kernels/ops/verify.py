@@ -28,6 +28,7 @@ define_op(
     "verify_chain(Tensor draft_ids, Tensor target_logits, Tensor? draft_logits, Tensor temperature, Tensor uniforms, "
     "Tensor? draft_len, *, bool block, Tensor? draft_vocab_map) -> (Tensor, Tensor, Tensor)",
     reference=reference.verify_chain_ref,
+    triton="kernels.verify:verify_chain_triton",
     fake=fake_chain,
     native=("cpu",),
 )
@@ -36,6 +37,7 @@ define_op(
     "Tensor uniforms, Tensor? num_nodes, *, bool with_replacement, Tensor? draft_vocab_map) "
     "-> (Tensor, Tensor, Tensor)",
     reference=reference.verify_tree_ref,
+    triton="kernels.verify:verify_tree_triton",
     fake=fake_tree,
     native=("cpu",),
 )
@@ -43,6 +45,7 @@ define_op(
     "verify_tree_greedy(Tensor ids, Tensor parents, Tensor target_logits, Tensor? num_nodes) "
     "-> (Tensor, Tensor, Tensor)",
     reference=reference.verify_tree_greedy_ref,
+    triton="kernels.verify:verify_tree_greedy_triton",
     fake=fake_tree,
     native=("cpu",),
 )
@@ -50,6 +53,7 @@ define_op(
     "verify_tree_typical(Tensor ids, Tensor parents, Tensor target_logits, Tensor temperature, Tensor uniforms, "
     "Tensor? num_nodes, *, float epsilon, float delta) -> (Tensor, Tensor, Tensor)",
     reference=reference.verify_tree_typical_ref,
+    triton="kernels.verify:verify_tree_typical_triton",
     fake=fake_tree,
     native=("cpu",),
 )
