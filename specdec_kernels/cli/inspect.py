@@ -13,6 +13,63 @@ MORE_DIMS = [(80, 80), (96, 96), (112, 112)]
 
 
 @dataclass(frozen=True)
+class VerifyCase:
+    """One call of a verification op; the vocabulary is that of Llama 3."""
+
+    op: str
+    dtype: str  # of all logits
+    drawn: bool = False  # with draft logits
+    block: bool = False
+    with_replacement: bool = False
+    mapped: bool = False  # a draft vocabulary of its own
+
+    def __str__(self) -> str:
+        flags = (name for name in ("drawn", "block", "with_replacement", "mapped") if getattr(self, name))
+        return "-".join([self.op.removeprefix("verify_"), self.dtype, *flags])
+
+    def launch(self) -> None:
+        """Call the launcher."""
+        from ..kernels import verify as kernels
+
+        batch, num_nodes, vocab = 2, 16, 128_256
+        ids = torch.empty(batch, num_nodes, dtype=torch.int64)
+        parents, lengths = (torch.empty(shape, dtype=torch.int32) for shape in ((1, num_nodes), (batch,)))
+        logits, draft, columns = torch.empty(batch, num_nodes, vocab, dtype=DTYPES[self.dtype]), None, None
+        if self.drawn:
+            draft = torch.empty(batch, num_nodes, 32_000 if self.mapped else vocab, dtype=DTYPES[self.dtype])
+            columns = torch.zeros(32_000, dtype=torch.int64) if self.mapped else None
+        chance = torch.empty(batch), torch.empty(batch, num_nodes), lengths
+        launcher = getattr(kernels, f"{self.op}_triton")
+        if self.op == "verify_chain":
+            law = None if draft is None else draft[:, :-1]
+            launcher(ids[:, 1:], logits, law, *chance, block=self.block, draft_vocab_map=columns)
+        elif self.op == "verify_tree":
+            options = {"with_replacement": self.with_replacement, "draft_vocab_map": columns}
+            launcher(ids, parents, logits, draft, *chance, **options)
+        elif self.op == "verify_tree_greedy":
+            launcher(ids, parents, logits, lengths)
+        else:
+            launcher(ids, parents, logits, *chance, epsilon=0.09, delta=0.3)
+
+
+@dataclass(frozen=True)
+class PhiloxCase:
+    """A call of `philox_uniforms`."""
+
+    op: str = "philox_uniforms"
+
+    def __str__(self) -> str:
+        return self.op
+
+    def launch(self) -> None:
+        """Call the launcher."""
+        from ..kernels.philox import philox_uniforms_triton
+
+        seed = torch.empty(2, dtype=torch.int64)
+        philox_uniforms_triton(seed, seed, 40)
+
+
+@dataclass(frozen=True)
 class Case:
     """One call of one op, as small as it can be without changing what is compiled."""
 
@@ -111,9 +168,27 @@ def medusa_project_cases(everything: bool = False) -> Iterator[HeadsCase]:
                         yield HeadsCase(dtype, rows, k, own, hidden)
 
 
-CASES: dict[str, Callable[[bool], Iterator[Case | HeadsCase]]] = {
+def verify_cases(everything: bool = False) -> Iterator[VerifyCase]:
+    """Yield a case for each rule; with ``everything`` for each kernel that differs."""
+    for dtype in ("bf16", "fp16", "fp32") if everything else ("bf16",):
+        for drawn in (False, True):
+            yield VerifyCase("verify_chain", dtype, drawn)
+            yield VerifyCase("verify_chain", dtype, drawn, block=True)
+            yield VerifyCase("verify_tree", dtype, drawn)
+        if everything:
+            yield VerifyCase("verify_tree", dtype, True, with_replacement=True)
+            yield VerifyCase("verify_chain", dtype, True, mapped=True)
+            yield VerifyCase("verify_chain", dtype, True, block=True, mapped=True)
+        yield VerifyCase("verify_tree", dtype, True, mapped=True)
+        yield VerifyCase("verify_tree_greedy", dtype)
+        yield VerifyCase("verify_tree_typical", dtype)
+
+
+CASES: dict[str, Callable[[bool], Iterator]] = {
     "tree_attention": tree_attention_cases,
     "medusa_project": medusa_project_cases,
+    "verify": verify_cases,
+    "philox_uniforms": lambda everything: iter([PhiloxCase()]),
 }
 
 

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from ._verify_nodes import Nodes, has_child, open_drafts, prepare_nodes
+from ._verify_nodes import Drafts, Nodes, batch_row, has_child, prepare_nodes
 from ._verify_rest import Rest, draw_final, greedy_final, sum_tiles
-from ._verify_rows import is_unreadable, law_of, summarise_tile
+from ._verify_rows import Law, is_unreadable, summarise_tile
 from ._verify_walk import (
     Output,
     emit_chain,
@@ -49,36 +49,30 @@ def _verify_statistics_kernel(
         num_laws = num_nodes - 1 if inputs.parents_ptr is None else num_nodes
     num_programs = num_nodes * num_tiles + num_laws * num_draft_tiles
     batch, index = (tl.program_id(0) // num_programs).to(tl.int64), tl.program_id(0) % num_programs
-    drafts, scale = open_drafts(
-        *(inputs, num_nodes, stride_ids_b, stride_ids_n, stride_parents_b, stride_parents_n, stride_lengths),
-        *(stride_temperature, stride_uniforms_b, stride_uniforms_n, batch),
-    )
+    in_use, greedy, scale = batch_row(inputs, num_nodes, stride_lengths, stride_temperature, batch)
     if index < num_nodes * num_tiles:
         row = index // num_tiles
-        if row < tl.maximum(drafts.in_use, 1):
-            law = law_of(target, target_stats, batch, num_nodes, scale, BLOCK)
-            summarise_tile(law, row, index % num_tiles, drafts.greedy, BLOCK)
+        if row < tl.maximum(in_use, 1):
+            law = Law(
+                *(target.ptr + batch * target.stride_b, target.stride_n, target.size, target_stats),
+                *(batch * num_nodes * num_tiles, num_tiles, scale),
+            )
+            summarise_tile(law, row, index % num_tiles, greedy, BLOCK)
     else:
         if draft is not None:
             index -= num_nodes * num_tiles
             row = index // num_draft_tiles
-            if not drafts.greedy:
+            drafts = Drafts(
+                *(inputs, batch * stride_ids_b, batch * stride_parents_b, batch * stride_uniforms_b),
+                *(stride_ids_n, stride_parents_n, stride_uniforms_n, in_use, greedy),
+            )
+            if not greedy:
                 if has_child(drafts, row, BLOCK_NODES):
-                    law = law_of(draft, draft_stats, batch, num_laws, scale, BLOCK)
-                    summarise_tile(law, row, index % num_draft_tiles, drafts.greedy, BLOCK)
-
-
-@triton.jit
-def _open(inputs, target, draft, target_stats, draft_stats, nodes, num_nodes, strides, batch, BLOCK: tl.constexpr):
-    """Return drafts, nodes and laws of a batch row."""
-    drafts, scale = open_drafts(inputs, num_nodes, *strides, batch)
-    law = law_of(target, target_stats, batch, num_nodes, scale, BLOCK)
-    first, q_ptr, draft_law = batch * num_nodes, nodes.q_ptr, None
-    if draft is not None:
-        num_laws = num_nodes - 1 if inputs.parents_ptr is None else num_nodes
-        draft_law = law_of(draft, draft_stats, batch, num_laws, scale, BLOCK)
-        q_ptr += first
-    return drafts, Nodes(nodes.up_ptr + first, nodes.p_ptr + first, q_ptr), law, draft_law
+                    law = Law(
+                        *(draft.ptr + batch * draft.stride_b, draft.stride_n, draft.size, draft_stats),
+                        *(batch * num_laws * num_draft_tiles, num_draft_tiles, scale),
+                    )
+                    summarise_tile(law, row, index % num_draft_tiles, greedy, BLOCK)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "num_splits"])
@@ -114,11 +108,29 @@ def _verify_rest_kernel(
         tl.program_id(0) % (num_rows * num_splits),
     )
     split = index % num_splits
-    strides = (stride_ids_b, stride_ids_n, stride_parents_b, stride_parents_n, stride_lengths)
-    strides = strides + (stride_temperature, stride_uniforms_b, stride_uniforms_n)
-    drafts, nodes, law, draft_law = _open(
-        inputs, target, draft, target_stats, draft_stats, nodes, num_nodes, strides, batch, BLOCK
+    in_use, greedy, scale = batch_row(inputs, num_nodes, stride_lengths, stride_temperature, batch)
+    first_id, num_tiles = batch * stride_ids_b, tl.cdiv(target.size, BLOCK)
+    if inputs.parents_ptr is None:
+        first_id -= stride_ids_n
+    drafts = Drafts(
+        *(inputs, first_id, batch * stride_parents_b, batch * stride_uniforms_b),
+        *(stride_ids_n, stride_parents_n, stride_uniforms_n, in_use, greedy),
     )
+    law = Law(
+        *(target.ptr + batch * target.stride_b, target.stride_n, target.size, target_stats),
+        *(batch * num_nodes * num_tiles, num_tiles, scale),
+    )
+    draft_law, q_ptr = None, nodes.q_ptr
+    if draft is not None:
+        num_laws, num_draft_tiles = num_nodes, tl.cdiv(draft.size, BLOCK)
+        if inputs.parents_ptr is None:
+            num_laws -= 1
+        draft_law = Law(
+            *(draft.ptr + batch * draft.stride_b, draft.stride_n, draft.size, draft_stats),
+            *(batch * num_laws * num_draft_tiles, num_draft_tiles, scale),
+        )
+        q_ptr += batch * num_nodes
+    nodes = Nodes(nodes.up_ptr + batch * num_nodes, nodes.p_ptr + batch * num_nodes, q_ptr)
     if drafts.greedy:
         return
     zero = tl.full([], 0.0, tl.float64)
@@ -179,14 +191,36 @@ def _verify_finish_kernel(
     BLOCK_TILES: tl.constexpr,
 ):
     batch = tl.program_id(0).to(tl.int64)
-    strides = (stride_ids_b, stride_ids_n, stride_parents_b, stride_parents_n, stride_lengths)
-    strides = strides + (stride_temperature, stride_uniforms_b, stride_uniforms_n)
-    drafts, nodes, law, draft_law = _open(
-        inputs, target, draft, target_stats, draft_stats, nodes, num_nodes, strides, batch, BLOCK
+    in_use, greedy, scale = batch_row(inputs, num_nodes, stride_lengths, stride_temperature, batch)
+    first_id, num_tiles = batch * stride_ids_b, tl.cdiv(target.size, BLOCK)
+    if inputs.parents_ptr is None:
+        first_id -= stride_ids_n
+    drafts = Drafts(
+        *(inputs, first_id, batch * stride_parents_b, batch * stride_uniforms_b),
+        *(stride_ids_n, stride_parents_n, stride_uniforms_n, in_use, greedy),
     )
+    law = Law(
+        *(target.ptr + batch * target.stride_b, target.stride_n, target.size, target_stats),
+        *(batch * num_nodes * num_tiles, num_tiles, scale),
+    )
+    draft_law, q_ptr = None, nodes.q_ptr
+    if draft is not None:
+        num_laws, num_draft_tiles = num_nodes, tl.cdiv(draft.size, BLOCK)
+        if inputs.parents_ptr is None:
+            num_laws -= 1
+        draft_law = Law(
+            *(draft.ptr + batch * draft.stride_b, draft.stride_n, draft.size, draft_stats),
+            *(batch * num_laws * num_draft_tiles, num_draft_tiles, scale),
+        )
+        q_ptr += batch * num_nodes
+    nodes = Nodes(nodes.up_ptr + batch * num_nodes, nodes.p_ptr + batch * num_nodes, q_ptr)
     epsilon = epsilon_bits.to(tl.int64).to(tl.float64, bitcast=True)
     delta = delta_bits.to(tl.int64).to(tl.float64, bitcast=True)
-    prepare_nodes(drafts, nodes, law, draft_law, vocab_map, epsilon, delta, BLOCK_NODES, BLOCK_TILES)
+    needs_nodes = greedy  # the second launch skips greedy rows
+    if draft is None:
+        needs_nodes = batch >= 0
+    if needs_nodes:
+        prepare_nodes(drafts, nodes, law, draft_law, vocab_map, epsilon, delta, BLOCK_NODES, BLOCK_TILES)
     output = Output(
         output.ids_ptr + batch * num_nodes, output.count_ptr + batch, output.accepted_ptr + batch * (num_nodes - 1)
     )

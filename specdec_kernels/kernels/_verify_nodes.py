@@ -1,6 +1,6 @@
 """Drafted nodes: what the rules need to know of each before they walk, and which of them a batch row has judged."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -11,66 +11,54 @@ from ._verify_rows import best_ids, exp2, scaled_tiles
 class Inputs(NamedTuple):
     """Pointers of a call as the launcher passes them."""
 
-    ids_ptr: object
-    parents_ptr: object  # None: a chain, whose ids begin at node 1
-    lengths_ptr: object
-    temperature_ptr: object  # None: every row is greedy
-    uniforms_ptr: object
+    ids_ptr: Any
+    parents_ptr: Any  # None: a chain, whose ids begin at node 1
+    lengths_ptr: Any
+    temperature_ptr: Any  # None: every row is greedy
+    uniforms_ptr: Any
 
 
 class Drafts(NamedTuple):
-    """The drafts of one batch row. Pointers are at node 0, even where there is none."""
+    """The drafts of one batch row. Its ids, parents and uniforms begin at these offsets; ids at node 0, even of chains.
 
-    ids_ptr: object
-    stride_ids: object
-    parents_ptr: object
-    stride_parents: object
-    uniforms_ptr: object
-    stride_uniforms: object
-    in_use: object  # nodes, with the root
-    greedy: object
+    Whatever may hold None is built in a kernel's own body: Triton before 3.7 cannot return None from a function.
+    """
+
+    inputs: Any
+    first_id: Any
+    first_parent: Any
+    first_uniform: Any
+    stride_ids: Any
+    stride_parents: Any
+    stride_uniforms: Any
+    in_use: Any  # nodes, with the root
+    greedy: Any
 
 
 class Nodes(NamedTuple):
     """Facts of each node, ``(B, T)`` in memory: written by `prepare_nodes`."""
 
-    up_ptr: object  # int32, the parent; -1 for the root and for what is no node of the tree
-    p_ptr: object  # fp64, probability of its token after its parent; with a threshold, 1 if above it, else 0
-    q_ptr: object  # fp64, the same for the draft's law; None without one
+    up_ptr: Any  # int32, the parent; -1 for the root and for what is no node of the tree
+    p_ptr: Any  # fp64, probability of its token after its parent; with a threshold, 1 if above it, else 0
+    q_ptr: Any  # fp64, the same for the draft's law; None without one
     # NaN in either: the row cannot be judged
 
 
 class VocabMap(NamedTuple):
     """Columns of the draft logits by the target's id: ``columns[starts[x] : starts[x + 1]]``; None: the same ids."""
 
-    starts_ptr: object
-    columns_ptr: object
+    starts_ptr: Any
+    columns_ptr: Any
 
 
 @triton.jit
-def open_drafts(
-    inputs,
-    num_nodes,
-    stride_ids_b,
-    stride_ids_n,
-    stride_parents_b,
-    stride_parents_n,
-    stride_lengths,
-    stride_temperature,
-    stride_uniforms_b,
-    stride_uniforms_n,
-    batch,
-):
-    """Return `Drafts` of a batch row, and the scale of its logits: log2(e) / temperature."""
-    ids_ptr, parents_ptr, uniforms_ptr = inputs.ids_ptr + batch * stride_ids_b, inputs.parents_ptr, inputs.uniforms_ptr
+def batch_row(inputs, num_nodes, stride_lengths, stride_temperature, batch):
+    """Return of a batch row the nodes in use, whether it is greedy, and log2(e) / temperature."""
     in_use = num_nodes
-    if parents_ptr is None:
-        ids_ptr -= stride_ids_n
-        if inputs.lengths_ptr is not None:
+    if inputs.lengths_ptr is not None:
+        if inputs.parents_ptr is None:
             in_use = tl.minimum(num_nodes - 1, tl.load(inputs.lengths_ptr + batch * stride_lengths)) + 1
-    else:
-        parents_ptr += batch * stride_parents_b
-        if inputs.lengths_ptr is not None:
+        else:
             in_use = tl.minimum(num_nodes, tl.load(inputs.lengths_ptr + batch * stride_lengths))
     scale = tl.full([], 1.4426950408889634, tl.float64)
     greedy = scale > 0
@@ -78,43 +66,41 @@ def open_drafts(
         temperature = tl.load(inputs.temperature_ptr + batch * stride_temperature)
         greedy = temperature < 1e-5
         scale = scale / tl.where(greedy, 1.0, temperature).to(tl.float64)
-        uniforms_ptr += batch * stride_uniforms_b
-    drafts = Drafts(
-        *(ids_ptr, stride_ids_n, parents_ptr, stride_parents_n, uniforms_ptr, stride_uniforms_n),
-        *(in_use, greedy),
-    )
-    return drafts, scale
+    return in_use, greedy, scale
 
 
 @triton.jit
 def uniform(drafts, node):
     """Return the uniform that decides a node; 0 in greedy rows, where a probability is 0 or 1."""
     u = tl.full([], 0.0, tl.float64)
-    if drafts.uniforms_ptr is not None:
+    if drafts.inputs.uniforms_ptr is not None:
         if not drafts.greedy:
-            u = tl.load(drafts.uniforms_ptr + node.to(tl.int64) * drafts.stride_uniforms).to(tl.float64)
+            at = drafts.first_uniform + node.to(tl.int64) * drafts.stride_uniforms
+            u = tl.load(drafts.inputs.uniforms_ptr + at).to(tl.float64)
     return u
 
 
 @triton.jit
 def load_ids(drafts, nodes, ok):
-    return tl.load(drafts.ids_ptr + tl.cast(nodes, tl.int64) * drafts.stride_ids, mask=ok, other=-1)
+    at = drafts.first_id + tl.cast(nodes, tl.int64) * drafts.stride_ids
+    return tl.load(drafts.inputs.ids_ptr + at, mask=ok, other=-1)
 
 
 @triton.jit
 def load_parents(drafts, nodes, ok):
     """Return the parents of nodes, -1 where there is none."""
-    if drafts.parents_ptr is None:
+    if drafts.inputs.parents_ptr is None:
         return tl.where(ok, nodes - 1, -1)
     else:
-        parents = tl.load(drafts.parents_ptr + nodes.to(tl.int64) * drafts.stride_parents, mask=ok, other=-1)
+        at = drafts.first_parent + nodes.to(tl.int64) * drafts.stride_parents
+        parents = tl.load(drafts.inputs.parents_ptr + at, mask=ok, other=-1)
         return tl.where((parents >= 0) & (parents < nodes), parents, -1)
 
 
 @triton.jit
 def has_child(drafts, row, BLOCK_NODES: tl.constexpr):
     """Say whether any node in use has this parent."""
-    if drafts.parents_ptr is None:
+    if drafts.inputs.parents_ptr is None:
         return row + 1 < drafts.in_use
     else:
         found = tl.full([], 0, tl.int32)
@@ -155,7 +141,7 @@ def judged_by_target(target, ids, parents, ok, tiles, greedy, epsilon, delta):
         p = exp2((x.to(tl.float64) - peak) * target.scale) * inverse
         spread = tl.zeros_like(p) + 1.0
         if target.stats.logs_ptr is not None:
-            at = parents.to(tl.int64)[:, None] * target.num_tiles + tiles[None, :]
+            at = target.first + parents.to(tl.int64)[:, None] * target.num_tiles + tiles[None, :]
             logs = tl.load(target.stats.logs_ptr + at, mask=weights > 0, other=0.0)
             logs = tl.where(weights > 0, exp2(shift) * logs + shift * weights, 0.0)
             spread = exp2(tl.minimum(tl.sum(logs, 1) * inverse, 0.0)) * inverse

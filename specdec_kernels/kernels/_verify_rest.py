@@ -8,7 +8,7 @@ because rejecting drafts from q one after the other subtracts multiples of q, wh
 in between changes nothing. Chosen drafts leave a = 0.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,24 +20,21 @@ from ._verify_rows import Row, best_ids, load_logits, open_row, probs
 class Rest(NamedTuple):
     """What is left at a node; children up to ``last`` are rejected, 0: none."""
 
-    node: object
-    share: object
-    a: object
-    last: object
-    reads_q: object  # whether q matters: a > 0, or it is to be summed
+    node: Any
+    share: Any
+    a: Any
+    last: Any
+    reads_q: Any  # whether q matters: a > 0, or it is to be summed
 
 
 @triton.jit
 def open_draft(draft, rest, BLOCK_TILES: tl.constexpr):
-    """Return the draft's `Row` at the node, None without drafts from it."""
-    if draft is None:
-        return None
-    else:
-        peak, inverse = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
-        if rest.reads_q:
-            row, _ = open_row(draft, rest.node, BLOCK_TILES)
-            peak, inverse = row.peak, row.inverse
-        return Row(draft.ptr + rest.node.to(tl.int64) * draft.stride, peak, inverse, draft.scale)
+    """Return the draft's `Row` at the node."""
+    peak, inverse = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
+    if rest.reads_q:
+        row, _shares = open_row(draft, rest.node, BLOCK_TILES)
+        peak, inverse = row.peak, row.inverse
+    return Row(draft.ptr + rest.node.to(tl.int64) * draft.stride, peak, inverse, draft.scale)
 
 
 @triton.jit
@@ -64,7 +61,7 @@ def rest_of_tile(
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     weights = rest.share * probs(row, load_logits(row.ptr, ids, target.size))
     q = tl.zeros([BLOCK], tl.float64)
-    if q_row is not None:
+    if nodes.q_ptr is not None:
         if rest.reads_q:
             if vocab_map.starts_ptr is None:
                 q = probs(q_row, load_logits(q_row.ptr, ids, target.size))
@@ -95,7 +92,9 @@ def sum_tiles(
 ):
     """Write each tile's sums of rest, and of q without the rejected ids; return both for all the tiles."""
     row, _shares = open_row(target, rest.node, BLOCK_TILES)
-    q_row = open_draft(draft, rest, BLOCK_TILES)
+    q_row = None
+    if nodes.q_ptr is not None:
+        q_row = open_draft(draft, rest, BLOCK_TILES)
     mass, left = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     for tile in range(first, end):
         _ids, weights, q = rest_of_tile(tile, row, q_row, target, drafts, nodes, vocab_map, rest, BLOCK, BLOCK_NODES)
@@ -152,7 +151,9 @@ def draw_final(
     """
     tiles = tl.arange(0, BLOCK_TILES)
     row, shares = open_row(target, rest.node, BLOCK_TILES)
-    q_row = open_draft(draft, rest, BLOCK_TILES)
+    q_row = None
+    if nodes.q_ptr is not None:
+        q_row = open_draft(draft, rest, BLOCK_TILES)
     in_doubt = tiles < 0
     if (rest.last > 0) & (rest.a <= 0):
         shares, in_doubt = without_chosen(shares, tiles, drafts, nodes, rest, BLOCK, BLOCK_NODES)

@@ -5,7 +5,7 @@ distribution after a rejection is a difference of probabilities, and back ends m
 about as much as fp32 with compensated exponents would, on GPUs that calculate doubles at half the rate of fp32.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -14,50 +14,39 @@ import triton.language as tl
 class Logits(NamedTuple):
     """Rows of logits as the launcher passes them: row n of batch row b starts at ``b * stride_b + n * stride_n``."""
 
-    ptr: object
-    stride_b: object
-    stride_n: object
-    size: object  # ids in a row
+    ptr: Any
+    stride_b: Any
+    stride_n: Any
+    size: Any  # ids in a row
 
 
 class Statistics(NamedTuple):
     """What the first launch leaves for each row of logits and tile, ``(B, rows, tiles)``."""
 
-    peak_ptr: object  # fp32, the largest logit; +inf if one is NaN or +inf
-    total_ptr: object  # fp64, the sum of weights relative to the tile's peak; greedy rows: the first id of the peak
-    logs_ptr: object  # fp64, the sum of weight * log2(weight); None unless the entropy is needed
+    peak_ptr: Any  # fp32, the largest logit; +inf if one is NaN or +inf
+    total_ptr: Any  # fp64, the sum of weights relative to the tile's peak; greedy rows: the first id of the peak
+    logs_ptr: Any  # fp64, the sum of weight * log2(weight); None unless the entropy is needed
 
 
 class Law(NamedTuple):
-    """The rows of one batch row."""
+    """The rows of one batch row, ``(rows, size)``."""
 
-    ptr: object
-    stride: object
-    size: object
-    stats: object
-    num_tiles: object
-    scale: object  # log2(e) / temperature
+    ptr: Any
+    stride: Any
+    size: Any
+    stats: Any
+    first: Any  # where its statistics begin
+    num_tiles: Any
+    scale: Any  # log2(e) / temperature
 
 
 class Row(NamedTuple):
     """One row, its tiles put together."""
 
-    ptr: object
-    peak: object
-    inverse: object  # of the sum of weights
-    scale: object
-
-
-@triton.jit
-def law_of(logits, stats, batch, num_rows, scale, BLOCK: tl.constexpr):
-    """Return a batch row's `Law`."""
-    num_tiles = tl.cdiv(logits.size, BLOCK)
-    first = batch * num_rows * num_tiles
-    logs_ptr = stats.logs_ptr
-    if logs_ptr is not None:
-        logs_ptr += first
-    stats = Statistics(stats.peak_ptr + first, stats.total_ptr + first, logs_ptr)
-    return Law(logits.ptr + batch * logits.stride_b, logits.stride_n, logits.size, stats, num_tiles, scale)
+    ptr: Any
+    peak: Any
+    inverse: Any  # of the sum of weights
+    scale: Any
 
 
 @triton.jit
@@ -100,7 +89,7 @@ def summarise_tile(law, row, tile, greedy, BLOCK: tl.constexpr):
     x = load_logits(law.ptr + row.to(tl.int64) * law.stride, ids, law.size)
     x = tl.where(x < float("inf"), x, float("inf"))  # NaN too
     peak = tl.max(x, 0)
-    at = row.to(tl.int64) * law.num_tiles + tile
+    at = law.first + row.to(tl.int64) * law.num_tiles + tile
     tl.store(law.stats.peak_ptr + at, peak)
     if greedy:
         total = tl.min(tl.where(x == peak, ids, law.size), 0).to(tl.float64)
@@ -116,7 +105,7 @@ def summarise_tile(law, row, tile, greedy, BLOCK: tl.constexpr):
 @triton.jit
 def load_tiles(law, rows, ok, tiles):
     """Load peaks and totals of some rows, ``(rows, tiles)``; tiles that are not there weigh nothing."""
-    at = rows.to(tl.int64)[:, None] * law.num_tiles + tiles[None, :]
+    at = law.first + rows.to(tl.int64)[:, None] * law.num_tiles + tiles[None, :]
     there = ok[:, None] & (tiles < law.num_tiles)[None, :]
     peaks = tl.load(law.stats.peak_ptr + at, mask=there, other=float("-inf"))
     return peaks, tl.load(law.stats.total_ptr + at, mask=there, other=0.0)

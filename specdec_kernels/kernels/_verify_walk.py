@@ -3,7 +3,7 @@
 Every program of a batch row walks by itself, over facts that are in memory already; the result is the same for all.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,9 +15,9 @@ from ._verify_rest import Rest, sum_tiles
 class Output(NamedTuple):
     """Where the results of one batch row go; None where a program only wants to know them."""
 
-    ids_ptr: object
-    count_ptr: object
-    accepted_ptr: object
+    ids_ptr: Any
+    count_ptr: Any
+    accepted_ptr: Any
 
 
 @triton.jit
@@ -157,8 +157,8 @@ def walk_tree(
         if is_open:
             new_mass, new_norm = mass, norm
             if has_sums:
-                new_mass = tl.sum(tl.load(rest_ptr + tiles, mask=tiles < target.num_tiles, other=0.0), 0)
                 if left_ptr is not None:
+                    new_mass = tl.sum(tl.load(rest_ptr + tiles, mask=tiles < target.num_tiles, other=0.0), 0)
                     new_norm = tl.sum(tl.load(left_ptr + tiles, mask=tiles < target.num_tiles, other=0.0), 0)
             else:
                 rest = Rest(current, one, a, last, (a > 0) | (vocab_map.starts_ptr is not None))

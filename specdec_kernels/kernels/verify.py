@@ -24,17 +24,17 @@ from ._verify_nodes import Inputs, Nodes, VocabMap
 from ._verify_rows import Logits, Statistics
 from ._verify_walk import Output
 
-_KINDS = {torch.float16: "16", torch.bfloat16: "16", torch.float32: "32"}
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Launch parameters of one call: chosen by dtype, vocabulary and device, never by data or the batch size."""
+    """Launch parameters: chosen by the device, never by data or sizes."""
 
-    block: int  # logits in a tile: the statistics follow its borders
+    block: int  # logits in a tile: all sums follow its borders
     block_nodes: int
-    statistics_warps: int
-    warps: int
+    statistics_options: dict  # how the first kernel is compiled
+    options: dict  # and the others
     target_programs: int
 
     def num_splits(self, num_rows: int, num_tiles: int) -> int:
@@ -43,10 +43,12 @@ class Plan:
 
 
 @cache
-def choose_plan(device: _common.Device, dtype: torch.dtype) -> Plan | None:
-    """Choose the launch parameters; None for what runs on the reference. The file's own ``rule`` says why."""
-    parameters = _common.launch_parameters("verify", device.names).get(_KINDS.get(dtype, ""))
-    return None if parameters is None else Plan(**parameters, target_programs=2 * device.num_multiprocessors)
+def choose_plan(device: _common.Device) -> Plan:
+    """Choose the launch parameters. The file's own ``rule`` says why they are what they are."""
+    facts = _common.launch_parameters("verify", device.names)
+    # The last option is Triton's default, named because that is changing.
+    statistics, others = (facts[name] | {"enable_fp_fusion": True} for name in ("statistics", "others"))
+    return Plan(facts["block"], facts["block_nodes"], statistics, others, 2 * device.num_multiprocessors)
 
 
 def verify_chain_triton(
@@ -103,9 +105,10 @@ def verify_tree_typical_triton(
 
 
 def _plan(target: Tensor, draft: Tensor | None) -> Plan | None:
-    if draft is not None and draft.dtype not in _KINDS:
+    """Return the launch parameters, None for what runs on the reference: logits of doubles."""
+    if target.dtype not in _DTYPES or (draft is not None and draft.dtype not in _DTYPES):
         return None
-    return choose_plan(_common.device_of(target), target.dtype)
+    return choose_plan(_common.device_of(target))
 
 
 def _launch(
@@ -143,23 +146,18 @@ def _launch(
     logits = (_logits(target), None if draft is None else _logits(draft), target_stats, draft_stats)
     sizes = (num_nodes, *_strides(inputs))
     blocks = (plan.block, plan.block_nodes)
-    options = {"enable_fp_fusion": True}
     with torch.cuda.device_of(target):
-        _verify_statistics_kernel[(batch * num_programs,)](
-            inputs, *logits, *sizes, *blocks, num_warps=plan.statistics_warps, **options
-        )
+        _verify_statistics_kernel[(batch * num_programs,)](inputs, *logits, *sizes, *blocks, **plan.statistics_options)
         blocks = (rule, with_replacement, *blocks, _common.block(widest))
         if draft is not None:
             num_splits = plan.num_splits(batch * num_rows, num_tiles)
             _verify_rest_kernel[(batch * num_rows * num_splits,)](
                 *(inputs, *logits, nodes, columns, rest, left, *sizes, num_splits, *blocks),
-                num_warps=plan.warps,
-                **options,
+                **plan.options,
             )
         _verify_finish_kernel[(batch,)](
             *(inputs, *logits, nodes, columns, rest, left, output, *sizes, *map(_bits, thresholds), *blocks),
-            num_warps=plan.warps,
-            **options,
+            **plan.options,
         )
     return tuple(output)
 

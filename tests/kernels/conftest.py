@@ -4,8 +4,5 @@ import os
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-collect_ignore = (
-    ["test_interpreted.py", "test_tree_attention_aot.py", "test_medusa_project_aot.py"]
-    if INTERPRETED
-    else ["interpret"]
-)
+COMPILED = ["test_interpreted.py", *(f"test_{name}_aot.py" for name in ("tree_attention", "medusa_project", "verify"))]
+collect_ignore = COMPILED if INTERPRETED else ["interpret"]

@@ -4,6 +4,7 @@
 - It cuts fp32 off to bfloat16 where GPUs round to the nearest, and loses subnormal bfloat16 values.
 - It patches `triton.language` anew for every call of a helper function; once for each launch is enough.
 - It reduces by exclusive or, which sorting does all the time, element by element in Python.
+- Around every operation it filters keyword arguments and builds a table of dtypes.
 """
 
 import inspect
@@ -16,6 +17,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, ReduceOps, TensorHandle
 
 _create_dot, _create_si_to_fp = InterpreterBuilder.create_dot, InterpreterBuilder.create_si_to_fp
+_dtype_of_scalar = cache(interpreter._get_np_dtype)
 _patch_lang, _run_grid = interpreter._patch_lang, GridExecutor.__call__
 _cast, _generic_reduce = InterpreterBuilder.cast_impl, ReduceOps.generic_reduce
 _patched: set[str] = set()
@@ -71,6 +73,20 @@ def _reduce_by_xor_at_once(self, inputs):
     return [self.to_tensor(data, inputs[0].dtype)]
 
 
+def _patch_attr_simply(obj, name, member, builder, scope) -> None:
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return member(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
+def _get_np_dtype_once(dtype):
+    scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+    return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else _dtype_of_scalar(scalar)
+
+
+interpreter._get_np_dtype, interpreter._patch_attr = _get_np_dtype_once, _patch_attr_simply
 InterpreterBuilder.create_dot = _dot_in_fp32
 InterpreterBuilder.cast_impl = _convert_bfloat16
 InterpreterBuilder.create_si_to_fp = _int_to_float_through_fp32

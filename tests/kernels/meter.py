@@ -72,12 +72,24 @@ class _Argument:
         return len(index)
 
 
+def _tensors(arguments) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors among arguments; those in a named tuple as ``argument.field``."""
+    for name, value in arguments:
+        if isinstance(value, Tensor):
+            yield name, value
+        elif hasattr(value, "_fields"):
+            yield from (
+                (f"{name}.{field}", x) for field, x in zip(value._fields, value, strict=True) if isinstance(x, Tensor)
+            )
+
+
 class _Recorder:
     """The launch in progress."""
 
     def __init__(self, kernel: str, arguments: dict):
         self.launch = Launch(kernel)
-        self._arguments = {n: _Argument(t) for n, t in arguments.items() if isinstance(t, Tensor) and t.numel()}
+        tensors = dict(_tensors(arguments.items()))
+        self._arguments = {name: _Argument(t) for name, t in tensors.items() if t.numel()}
 
     def record(self, pointers: np.ndarray, active: np.ndarray, stored: bool) -> None:
         addresses = np.broadcast_to(pointers, active.shape)[active].astype(np.int64).ravel()

@@ -6,8 +6,11 @@ import torch
 from specdec_kernels import verify_chain, verify_tree, verify_tree_greedy, verify_tree_typical
 from specdec_kernels.reference._verify_probs import residual
 
+from ..conftest import INTERPRETED
 from .test_verify import CALLS, make_inputs
 
+# Doubles do not reach the Triton kernels.
+LOGITS = torch.float32 if INTERPRETED else torch.float64
 TINY, ALMOST_ONE = 2.0**-24, 1 - 2.0**-24
 # Target, drafter; accepted with 1, .5, 1, 0; residual [.75, 0, .25, 0].
 P1, Q1 = [0.5, 0.3, 0.2, 0.0], [0.2, 0.6, 0.1, 0.1]
@@ -16,7 +19,7 @@ P2, Q2 = [0.5, 0.3, 0.2], [0.6, 0.3, 0.1]
 
 
 def logits(*rows):
-    return torch.tensor([rows], dtype=torch.float64).log()
+    return torch.tensor([rows], dtype=torch.float64).log().to(LOGITS)
 
 
 def int32(*values):

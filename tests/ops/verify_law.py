@@ -79,7 +79,7 @@ def draft_weights(
     return weights
 
 
-def emitted_law(verify: Verify, ids: Tensor, language: Language, *, bits: int = 30) -> Tensor:
+def emitted_law(verify: Verify, ids: Tensor, language: Language, *, bits: int = 30, guide=None) -> Tensor:
     """Return for each row of ``ids (R, T)`` the joint law of ``depth + 1`` tokens, ``(R, V, …, V)``.
 
     Where fewer tokens are emitted, the rest is sampled from the language.
@@ -87,10 +87,18 @@ def emitted_law(verify: Verify, ids: Tensor, language: Language, *, bits: int = 
     Args:
         verify: takes uniforms ``(R·k, T)`` float64, whose row ``r·k + j`` goes with row r of ``ids``.
         bits: resolution of the uniforms; 23 for kernels that take fp32.
+        guide: a rule that says where the breakpoints are, for a ``verify`` that is slow to ask: it is asked on both
+            sides of each only, at a distance of 2^-bits, and fails an assertion where it disagrees.
     """
     num_rows, num_nodes = ids.shape
-    uniforms, weights = _decisions(verify, num_rows, num_nodes, bits)
-    final = _final_tokens(verify, uniforms, language.vocab, bits)
+    find = Bisection(bits)
+    if guide is not None:
+        known = Bisection(30)
+        uniforms, _ = _decisions(guide, num_rows, num_nodes, known)
+        _final_tokens(guide, uniforms, language.vocab, known)
+        find = Confirmation(bits, known.found)
+    uniforms, weights = _decisions(verify, num_rows, num_nodes, find)
+    final = _final_tokens(verify, uniforms, language.vocab, find)
     result = verify(uniforms.flatten(0, 1))
     law = torch.zeros((num_rows, *(language.vocab,) * (language.depth + 1)), dtype=torch.float64)
     histories = uniforms.shape[1]
@@ -108,23 +116,25 @@ def emitted_law(verify: Verify, ids: Tensor, language: Language, *, bits: int = 
 
 def mean_accepted(verify: Verify, ids: Tensor, *, bits: int = 30) -> Tensor:
     """Return the mean number of accepted nodes for each row of ``ids (R, T)``, ``(R,)``."""
-    uniforms, weights = _decisions(verify, *ids.shape, bits)
+    uniforms, weights = _decisions(verify, *ids.shape, Bisection(bits))
     counts = verify(uniforms.flatten(0, 1)).num_accepted.view(weights.shape)
     return (weights * counts).sum(1)
 
 
-def _decisions(verify: Verify, num_rows: int, num_nodes: int, bits: int) -> tuple[Tensor, Tensor]:
+def _decisions(verify: Verify, num_rows: int, num_nodes: int, find: "Bisection") -> tuple[Tensor, Tensor]:
     """Return uniforms that stand for every history of decisions, ``(R, H, T)``, and their probabilities ``(R, H)``."""
-    top = 1 - 2.0**-bits
+    top = 1 - 2.0**-find.bits
     uniforms = torch.full((num_rows, 1, num_nodes), top, dtype=torch.float64)
     uniforms[..., 0] = 0.5
     weights = torch.ones(num_rows, 1, dtype=torch.float64)
     for node in range(1, num_nodes):
-        edge = _bisect(_same_as_at_zero(verify, uniforms, node), weights.shape, bits)
+        edge = find(_same_as_at_zero(verify, uniforms, node), weights.shape)
         below, above = uniforms.clone(), uniforms.clone()
         below[..., node], above[..., node] = edge / 2, ((1 + edge) / 2).clamp(max=top)
         uniforms = torch.cat([below, above], dim=1)
         weights = torch.cat([weights * edge, weights * (1 - edge)], dim=1)
+        happens = (weights > 0).any(0)
+        uniforms, weights = uniforms[:, happens], weights[:, happens]
     return uniforms, weights
 
 
@@ -140,7 +150,7 @@ def _same_as_at_zero(verify: Verify, uniforms: Tensor, node: int) -> Callable[[T
     return lambda u: (accepted(u) == at_zero).all(-1)
 
 
-def _final_tokens(verify: Verify, uniforms: Tensor, vocab: int, bits: int) -> Tensor:
+def _final_tokens(verify: Verify, uniforms: Tensor, vocab: int, find: "Bisection") -> Tensor:
     """Return the law of the final token for every history, ``(R, H, V)``."""
     shape = (*uniforms.shape[:2], vocab - 1)
     largest = torch.arange(vocab - 1)
@@ -152,19 +162,43 @@ def _final_tokens(verify: Verify, uniforms: Tensor, vocab: int, bits: int) -> Te
         tokens = result.output_ids.gather(1, result.num_accepted[:, None].long())
         return tokens.view(shape) <= largest
 
-    edges = _bisect(is_at_most, shape, bits)
+    edges = find(is_at_most, shape)
     return torch.diff(edges, dim=-1, prepend=torch.zeros(*shape[:2], 1), append=torch.ones(*shape[:2], 1))
 
 
-def _bisect(is_below: Callable[[Tensor], Tensor], shape: Sequence[int], bits: int) -> Tensor:
-    """Return where a test that holds up to some point of [0, 1] ceases to hold: 0 never holds, 1 always."""
-    low, high = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
-    for _ in range(bits):
-        middle = (low + high) / 2
-        holds = is_below(middle)
-        low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
-    # The last multiple of 2^-bits is the largest uniform there is: if the test holds there, it always does.
-    return torch.where(low >= 1 - 2.0**-bits, 1.0, torch.where(high <= 2.0**-bits, 0.0, high))
+class Bisection:
+    """Find where a test that holds up to some point of [0, 1] ceases to hold: 0 never holds, 1 always."""
+
+    def __init__(self, bits: int):
+        self.bits = bits
+        self.found: list[Tensor] = []
+
+    def __call__(self, is_below: Callable[[Tensor], Tensor], shape: Sequence[int]) -> Tensor:
+        low, high = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
+        for _ in range(self.bits):
+            middle = (low + high) / 2
+            holds = is_below(middle)
+            low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
+        # The last multiple of 2^-bits is the largest uniform there is: if the test holds there, it always does.
+        step = 2.0**-self.bits
+        self.found.append(torch.where(low >= 1 - step, 1.0, torch.where(high <= step, 0.0, high)))
+        return self.found[-1]
+
+
+class Confirmation(Bisection):
+    """Ask on both sides of points that are known already, two steps of the uniforms away."""
+
+    def __init__(self, bits: int, known: Sequence[Tensor]):
+        super().__init__(bits)
+        self._known = list(known)
+
+    def __call__(self, is_below: Callable[[Tensor], Tensor], shape: Sequence[int]) -> Tensor:
+        edge, step = self._known.pop(0), 2.0**-self.bits
+        assert edge.shape == torch.Size(shape)
+        below, above = edge - step, edge + step
+        assert (is_below(below.clamp(min=0)) | (below <= 0)).all()
+        assert (~is_below(above.clamp(max=1 - step)) | (above >= 1)).all()
+        return edge
 
 
 class Setting:
@@ -188,18 +222,15 @@ class Setting:
         """Let the drafts come from ``probs (R, T, V)``, whatever the rule is told (`draft_weights`)."""
         self.weights = draft_weights(probs, self.ids, self.parents, **how)
 
-    def error(self, **options) -> float:
+    def error(self, bits: int = 30, guide=None, **options) -> float:
         """Return the largest difference between the law over randomly drawn fillings and the target's."""
         rows, weights = self._drawn()
-        law = torch.einsum(
-            "r,r...->...", weights, emitted_law(self._rule(rows, **options), self.ids[rows], self.target)
-        )
+        law = torch.einsum("r,r...->...", weights, self._law(rows, bits, guide, options))
         return (law - self.target.joint()).abs().max().item()
 
-    def worst_error(self, **options) -> float:
+    def worst_error(self, bits: int = 30, guide=None, **options) -> float:
         """Return the largest difference for any single filling: small only if the law does not depend on it."""
-        rows = torch.arange(self.ids.shape[0])
-        law = emitted_law(self._rule(rows, **options), self.ids, self.target)
+        law = self._law(torch.arange(self.ids.shape[0]), bits, guide, options)
         return (law - self.target.joint()).abs().max().item()
 
     def accepted(self, **options) -> float:
@@ -207,22 +238,26 @@ class Setting:
         rows, weights = self._drawn()
         return (weights * mean_accepted(self._rule(rows, **options), self.ids[rows])).sum().item()
 
+    def _law(self, rows: Tensor, bits: int, guide, options) -> Tensor:
+        """Return `emitted_law` of the rule; ``guide``: the chain's and the tree's op to ask for breakpoints."""
+        known = None if guide is None else self._rule(rows, ops=guide, **options)
+        return emitted_law(self._rule(rows, **options), self.ids[rows], self.target, bits=bits, guide=known)
+
     def _drawn(self) -> tuple[Tensor, Tensor]:
         rows = (self.weights > 0).nonzero()[:, 0]
         assert abs(self.weights.sum().item() - 1) < 1e-6
         return rows, self.weights[rows]
 
-    def _rule(self, rows: Tensor, *, sampled: bool = True, chain: bool = False, block: bool = False) -> Verify:
+    def _rule(self, rows, *, sampled=True, chain=False, block=False, ops=(verify_chain, verify_tree)) -> Verify:
         def verify(uniforms: Tensor) -> Verification:
             copies = rows.repeat_interleave(uniforms.shape[0] // len(rows))
             ids, target, draft = self.ids[copies], self.target_logits[copies], self.draft_logits[copies]
             temperature = torch.full(copies.shape, self.temperature)
             if chain:
                 laws = draft[:, :-1] if sampled else None
-                return verify_chain(ids[:, 1:], target, laws, temperature, uniforms, block=block)
+                return Verification(*ops[0](ids[:, 1:], target, laws, temperature, uniforms, block=block))
             parents, laws = torch.tensor([self.parents], dtype=torch.int32), draft if sampled else None
-            return verify_tree(
-                ids, parents, target, laws, temperature, uniforms, with_replacement=self.with_replacement
-            )
+            options = {"with_replacement": self.with_replacement}
+            return Verification(*ops[1](ids, parents, target, laws, temperature, uniforms, **options))
 
         return verify
