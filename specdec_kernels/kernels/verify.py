@@ -148,15 +148,15 @@ def _launch(
     blocks = (plan.block, plan.block_nodes)
     with torch.cuda.device_of(target):
         _verify_statistics_kernel[(batch * num_programs,)](inputs, *logits, *sizes, *blocks, **plan.statistics_options)
-        blocks = (rule, with_replacement, *blocks, _common.block(widest))
+        constants = (rule, with_replacement, *blocks, _common.block(widest))
         if draft is not None:
             num_splits = plan.num_splits(batch * num_rows, num_tiles)
             _verify_rest_kernel[(batch * num_rows * num_splits,)](
-                *(inputs, *logits, nodes, columns, rest, left, *sizes, num_splits, *blocks),
+                *(inputs, *logits, nodes, columns, rest, left, *sizes, num_splits, *constants),
                 **plan.options,
             )
         _verify_finish_kernel[(batch,)](
-            *(inputs, *logits, nodes, columns, rest, left, output, *sizes, *map(_bits, thresholds), *blocks),
+            *(inputs, *logits, nodes, columns, rest, left, output, *sizes, *map(_bits, thresholds), *constants),
             **plan.options,
         )
     return tuple(output)
