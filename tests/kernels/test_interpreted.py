@@ -24,7 +24,7 @@ VERIFY = [
 
 @pytest.mark.parametrize("arguments", [[str(FOLDER)], VERIFY], ids=["kernels", "verify-ops"])
 def test_interpreted_kernels(arguments: list[str]) -> None:
-    """Every test passes, none is skipped. To run the kernels' alone: ``TRITON_INTERPRET=1 pytest`` in ``interpret/``."""
+    """Every test passes, none is skipped. Alone, of the kernels: ``TRITON_INTERPRET=1 pytest`` in ``interpret/``."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     print(done.stdout)
