@@ -219,7 +219,8 @@ def _is_right(q: Tensor, k_cache: Tensor, v_cache: Tensor, tree_mask: Tensor, pr
     return (
         (k_shape[0] == batch and k_shape[3] == head_dim and k_shape[:3] == v_shape[:3])
         and (num_nodes >= 1 and head_dim >= 1 and v_shape[3] >= 1 and k_shape[2] >= 1 and num_q_heads % k_shape[2] == 0)
-        and (mask_shape == (batch, num_nodes, (num_nodes + 63) // 64) and prefix_len.shape == (batch,))
+        and (mask_shape[1:] == (num_nodes, (num_nodes + 63) // 64) and mask_shape[0] in (1, batch))
+        and prefix_len.shape == (batch,)
         and (dtype in _FLOATS and k_cache.dtype is dtype and v_cache.dtype is dtype)
         and (tree_mask.dtype is torch.int64 and prefix_len.dtype is torch.int32)
         and (q.stride(3) == 1 and k_cache.stride(3) == 1 and v_cache.stride(3) == 1)
