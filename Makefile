@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: setup demo test check format bench sanitize clean
+.PHONY: setup demo test check format bench sanitize aot-oldest clean
 
 setup: $(VENV)/.installed
 
@@ -53,6 +53,16 @@ format: setup
 # Builds the torch-free drivers of tests/native with AddressSanitizer and UBSan, and runs them.
 sanitize: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/native
+
+# Compiles every shipped Triton configuration with the oldest supported triton, put in front of the environment's own.
+# Torch stays: compilation does not need the triton that it was released with.
+OLDEST_TRITON := 3.6.0
+aot-oldest: setup $(VENV)/triton-$(OLDEST_TRITON)
+	@PYTHONPATH=$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 EXPECTED_TRITON=$(OLDEST_TRITON) \
+	  $(BIN)/python -m pytest tests/kernels -k "aot or launch" --ignore=tests/kernels/interpret $(ARGS)
+
+$(VENV)/triton-$(OLDEST_TRITON): $(VENV)/.tools
+	@$(PIP) --no-deps --target $@ "triton==$(OLDEST_TRITON)"
 
 bench: setup
 	@$(BIN)/specdec-kernels bench $(ARGS)

@@ -1,11 +1,15 @@
 """``specdec-kernels inspect``: compile the Triton kernels for GPUs that need not be here, and show what they take."""
 
-from collections.abc import Callable, Iterator
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 DTYPES |= {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # (D, Dv), one for each entry of the launch parameters; --all adds the dims that share an entry.
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
@@ -89,7 +93,19 @@ class Case:
 
     def launch(self) -> None:
         """Call the launcher."""
-        _LAUNCH[self.op](self)
+        with tf32_allowed(self.dtype == "tf32"):
+            _LAUNCH[self.op](self)
+
+
+@contextmanager
+def tf32_allowed(flag: bool) -> Iterator[None]:
+    """Tell torch whether fp32 products may be made in tf32."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if flag else "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def launch_tree_attention(case: Case) -> None:
@@ -147,15 +163,18 @@ class HeadsCase:
 
 
 def tree_attention_cases(everything: bool = False) -> Iterator[Case]:
-    """Yield a case for each entry of the launch parameters; with ``everything`` for each kernel that differs."""
-    kinds = [("bf16", "bf16"), ("bf16", "fp8"), ("bf16", "int8"), ("fp32", "fp32")]
-    kinds += [("fp16", "fp16"), ("fp16", "fp8"), ("fp16", "int8")] if everything else []
-    for dtype, cache in kinds:
+    """Yield cases for each entry of the launch parameters: with every option on (the fullest kernel), and with none.
+
+    ``everything`` adds head dims that share an entry, fp16, and pages smaller and larger than a tile.
+    """
+    fp16 = [("fp16", "fp16"), ("fp16", "fp8"), ("fp16", "int8")] if everything else []
+    for dtype, cache in [("bf16", "bf16"), ("bf16", "fp8"), ("bf16", "int8"), *fp16]:
         for dims in DIMS + (MORE_DIMS if everything else []):
-            for rows in (16, 64, 512):
+            for rows in (16, 64, 512)[: 2 if max(dims) > 128 else 3]:
                 for page in (0, 16, 256) if everything else (0,):
-                    for with_options in (True, False) if everything else (True,):
-                        yield Case("tree_attention", dtype, cache, dims, rows, page, with_options)
+                    yield from (Case("tree_attention", dtype, cache, dims, rows, page, flag) for flag in (True, False))
+    for dtype, dims in itertools.product(("fp32", "tf32"), [(64, 64), (128, 128), *(MORE_DIMS if everything else [])]):
+        yield from (Case("tree_attention", dtype, dtype, dims, 16, 0, flag) for flag in (True, False))
 
 
 def medusa_project_cases(everything: bool = False) -> Iterator[HeadsCase]:
@@ -197,7 +216,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--op", choices=sorted(CASES), action="append", help="only this op (may be repeated)")
     parser.add_argument("--arch", action="append", help="sm_80, sm_90, sm_100, gfx942, gfx950 (may be repeated)")
     parser.add_argument("--match", default="", help="only cases whose name contains this")
-    parser.add_argument("--all", action="store_true", help="every kernel that differs, not one for each configuration")
+    parser.add_argument("--all", action="store_true", help="every kernel that differs, not two for each configuration")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes (default 1)")
 
 
 def run(args) -> int:
@@ -208,17 +228,38 @@ def run(args) -> int:
     for name in architectures:
         if name not in _aot.ARCHITECTURES:
             raise SystemExit(f"inspect: --arch must be one of {', '.join(_aot.ARCHITECTURES)}, got {name}")
+    if args.jobs < 1:
+        raise SystemExit(f"inspect: --jobs must be >= 1, got {args.jobs}")
+    cases = [case for op in args.op or CASES for case in CASES[op](args.all) if args.match in str(case)]
     print(_ROW.format(*_HEADER), flush=True)
-    num_bad = 0
-    for op in args.op or CASES:
-        for case in CASES[op](args.all):
-            for architecture in architectures if args.match in str(case) else ():
-                with _aot.compile_only(architecture) as found:
-                    case.launch()
-                for kernel in found:
-                    print(_row(architecture, case, kernel), flush=True)
-                    num_bad += bool(kernel.faults())
+    num_bad, shown = 0, set()
+    for architecture, case, kernels in compile_cases(itertools.product(architectures, cases), args.jobs):
+        for kernel in kernels:
+            num_bad += bool(kernel.faults())
+            if kernel is kernels[0] or repr(kernel) not in shown:  # a kernel that assists is the same for many cases
+                print(_row(architecture, case, kernel), flush=True)
+            shown.add(repr(kernel))
     return 1 if num_bad else 0
+
+
+def compile_cases(jobs: Iterable[tuple[str, Case]], num_processes: int) -> Iterator[tuple[str, Case, list]]:
+    """Yield (architecture, case, its kernels) for each (architecture, case), in order."""
+    jobs = list(jobs)
+    if num_processes == 1:
+        yield from ((*job, compile_case(job)) for job in jobs)
+        return
+    with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from ((*job, kernels) for job, kernels in zip(jobs, pool.map(compile_case, jobs), strict=True))
+
+
+def compile_case(job: tuple[str, Case]) -> list:
+    """Compile the kernels of one case for one architecture."""
+    from ..kernels import _aot
+
+    architecture, case = job
+    with _aot.compile_only(architecture) as found:
+        case.launch()
+    return found
 
 
 _HEADER = ("arch", "kernel", "case", "warps", "registers", "spills", "shared", "programs", "matrix", "16 B loads", "")

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,7 +45,7 @@ def _nvidia(capability: int, multiprocessors: int, shared_kb: int) -> Architectu
 
 
 def _amd(name: str, multiprocessors: int, shared_kb: int) -> Architecture:
-    device = _common.Device((name, "hip", "default"), multiprocessors, name == "gfx950", "ieee")
+    device = _common.Device((name, "hip", "default"), multiprocessors, name == "gfx950", name == "gfx942")
     shared = shared_kb * 1024
     return Architecture(GPUTarget("hip", name, 64), device, shared, shared, 131072, 32, 32, 512)
 
@@ -104,11 +105,14 @@ class Compiled:
 
 
 class _NoDevice:
-    """What Triton asks of a driver when it compiles. The name keeps the caches of different uses apart."""
+    """What Triton asks of a driver. The name keeps the caches of different uses apart; ``start`` gets the launches."""
 
-    def __init__(self, target: GPUTarget, name: str):
-        self._target, self._name = target, name
-        self.utils = SimpleNamespace()
+    def __init__(self, target: GPUTarget, name: str, start: Callable | None = None):
+        self._target, self._name, self._start = target, name, start
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda _: {"max_shared_mem": 1 << 20},
+            load_binary=lambda name, binary, shared, device: (1, hash(binary), 0, 0, 1024),
+        )
 
     def get_current_target(self) -> GPUTarget:
         return self._target
@@ -119,27 +123,42 @@ class _NoDevice:
     def get_current_stream(self, _device=None) -> int:
         return 0
 
+    def launcher_cls(self, _source, _metadata) -> Callable | None:
+        return self._start
+
 
 @contextmanager
-def _never_launch(architecture: str, name: str, compiled: Callable[[str, object], None]) -> Iterator[None]:
-    """Give ``compiled`` the name and the binary of each kernel launched inside, instead of launching it."""
+def stub_driver(architecture: str, name: str, start: Callable | None) -> Iterator[None]:
+    """Let launches go their usual way as far as the driver; call ``start`` with its arguments there.
+
+    They are: the grid, the stream, a number that is the same for the same binary, five of Triton's, the kernel's.
+    """
     if triton.knobs.runtime.interpret:
         raise RuntimeError("the kernels are interpreted, not compiled: unset TRITON_INTERPRET")
-    limits = ARCHITECTURES[architecture]
-    run, driver = triton.JITFunction.run, triton.runtime.driver
+    limits, driver = ARCHITECTURES[architecture], triton.runtime.driver
     before = driver._active
-
-    def compile_instead(kernel, *args, grid, warmup, **options):
-        compiled(kernel.fn.__name__, run(kernel, *args, grid=grid, warmup=True, **options))
-
-    driver.set_active(_NoDevice(limits.target, f"{name} {architecture}"))
-    triton.JITFunction.run = compile_instead
+    driver.set_active(_NoDevice(limits.target, f"{name} {architecture}", start))
     try:
         with _common.pretend_device(limits.device):
             yield
     finally:
-        triton.JITFunction.run = run
         driver._active = before
+
+
+@contextmanager
+def _never_launch(architecture: str, name: str, compiled: Callable[[str, object], None]) -> Iterator[None]:
+    """Give ``compiled`` the name and the binary of each kernel launched inside, instead of launching it."""
+    run = triton.JITFunction.run
+
+    def compile_instead(kernel, *args, grid, warmup, **options):
+        compiled(kernel.fn.__name__, run(kernel, *args, grid=grid, warmup=True, **options))
+
+    with stub_driver(architecture, name, None):
+        triton.JITFunction.run = compile_instead
+        try:
+            yield
+        finally:
+            triton.JITFunction.run = run
 
 
 @contextmanager
@@ -175,33 +194,32 @@ def count_variants(architecture: str) -> Iterator[set[tuple[str, str]]]:
 
 
 def _inspect(name: str, architecture: str, binary) -> Compiled:
-    read = _inspect_amd if ARCHITECTURES[architecture].target.backend == "hip" else _inspect_nvidia
-    registers, spill_bytes, instructions = read(binary.asm)
+    if ARCHITECTURES[architecture].target.backend == "hip":
+        registers, spill_bytes, instructions = _inspect_amd(binary.asm["amdgcn"])
+    else:
+        registers, spill_bytes, instructions = _inspect_nvidia(binary.asm["cubin"])
     return Compiled(
         name, architecture, binary.metadata.num_warps, registers, spill_bytes, binary.metadata.shared, instructions
     )
 
 
-def _inspect_nvidia(asm) -> tuple[int, int, Counter[str]]:
+@cache
+def _inspect_nvidia(cubin: bytes) -> tuple[int, int, Counter[str]]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(asm["cubin"])
+        file.write(cubin)
         file.flush()
-        usage = _cuobjdump("--dump-resource-usage", file.name)
-        sass = _cuobjdump("-sass", file.name)
-    used = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
+        command = [str(_CUDA_TOOLS / "cuobjdump"), "--dump-resource-usage", "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK):(\d+)", text)}
     return (
         used["REG"],
         used["STACK"],
-        Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([\w.]+)", sass, re.MULTILINE)),
+        Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([\w.]+)", text, re.MULTILINE)),
     )
 
 
-def _cuobjdump(*arguments: str) -> str:
-    return subprocess.run([_CUDA_TOOLS / "cuobjdump", *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def _inspect_amd(asm) -> tuple[int, int, Counter[str]]:
-    text = asm["amdgcn"]
+@cache
+def _inspect_amd(text: str) -> tuple[int, int, Counter[str]]:
     facts = {
         key: int(n)
         for key, n in re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", text)

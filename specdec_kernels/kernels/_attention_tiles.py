@@ -31,7 +31,7 @@ def depths(mask_ptr, nodes, ok, num_words):
 
 
 @triton.jit
-def visible_words(mask_ptr, nodes, ok, is_node, first, num_words):
+def visible_words(mask_ptr, nodes, ok, first, num_words):
     """Return a word for each row: bit n is set iff the row sees key n of the tile that starts at draft key ``first``.
 
     ``first`` is negative in a tile that starts in the prefix; the prefix is visible to every node.
@@ -47,19 +47,32 @@ def visible_words(mask_ptr, nodes, ok, is_node, first, num_words):
     words = (low >> shift) | ((high << 1) << (63 - shift))
     num_prefix = tl.minimum(tl.maximum(-first, 0), 63).to(tl.uint64)
     prefix = tl.where(first <= -64, ~tl.zeros_like(words), ((tl.zeros_like(words) + 1) << num_prefix) - 1)
-    return words | tl.where(is_node, prefix, 0)
+    return words | prefix
 
 
 @triton.jit
 def split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N: tl.constexpr):
-    """Return the first key that a batch row needs, the length of its splits, and how many it has."""
+    """Return the first key that a batch row needs, how many tiles of keys, and in how many splits they are taken."""
     first = tl.zeros_like(prefix_len)
     if window is not None:
         first = tl.maximum(prefix_len + 1 - window, 0) // BLOCK_N * BLOCK_N
     num_keys = prefix_len + num_nodes - first
-    wanted = tl.minimum(tl.maximum(num_keys // min_split_len, 1), num_splits)
-    split_len = tl.cdiv(tl.cdiv(num_keys, wanted), BLOCK_N) * BLOCK_N
-    return first, split_len, tl.cdiv(num_keys, split_len)
+    num_tiles = tl.cdiv(num_keys, BLOCK_N)
+    split_len = min_split_len * tl.where(num_keys < 1024, 5, 1)  # as in Plan.num_splits
+    wanted = tl.minimum(tl.maximum(num_keys // split_len, 1), num_splits)
+    return first, num_tiles, tl.minimum(wanted, num_tiles)
+
+
+@triton.jit
+def unpack(rows, num_nodes, group_size, head):
+    """Return whether packed rows exist, their nodes and their query heads."""
+    return rows < num_nodes * group_size, rows // group_size, head * group_size + rows % group_size
+
+
+@triton.jit
+def load_sinks(sinks_ptr, q_heads, ok):
+    """Load the sinks of query heads, in units of ln 2."""
+    return tl.load(sinks_ptr + q_heads, mask=ok, other=0).to(tl.float32) * 1.4426950408889634  # log2 e
 
 
 @triton.jit
@@ -139,9 +152,9 @@ def merge_splits_kernel(
     out_ptr,
     lse_ptr,
     window,
-    num_nodes,
-    num_splits,
-    min_split_len,
+    num_nodes: tl.int32,
+    num_splits: tl.int32,
+    min_split_len: tl.int32,
     DV: tl.constexpr,
     BLOCK_N: tl.constexpr,  # of the attention kernel
     BLOCK_S: tl.constexpr,

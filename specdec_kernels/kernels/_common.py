@@ -14,7 +14,7 @@ from torch import Tensor
 CONFIGS = Path(__file__).parent / "configs"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity, which costs a launch nothing
 class Device:
     """What a launcher needs to know of a GPU.
 
@@ -22,15 +22,13 @@ class Device:
         names: keys of launch parameters, most special first: the device's name, its architecture, ``default``.
         num_multiprocessors: how many programs run side by side at least.
         has_fp8: whether Triton converts float8_e4m3fn there; elsewhere the kernels take the bytes apart.
-        fp32_product: how `tl.dot` multiplies fp32 without losing precision. NVIDIA's matrix units know tf32 only; three
-            such products of the split factors are as exact as fp32, while "ieee" would leave the matrix units
-            and keep whole rows in registers.
+        has_tf32: whether its matrix units take tf32, the shorter form of fp32 that torch can be told to allow.
     """
 
     names: tuple[str, ...]
     num_multiprocessors: int
     has_fp8: bool
-    fp32_product: str = "tf32x3"
+    has_tf32: bool = True
 
 
 # For CPU tensors, that is under the interpreter: an H200's size, so that the same splits are tested.
@@ -62,7 +60,7 @@ def _probe(index: int) -> Device:
     name = re.sub(r"\W+", "_", facts.name)
     if torch.version.hip is not None:
         arch = facts.gcnArchName.partition(":")[0]
-        return Device((name, arch, "hip", "default"), facts.multi_processor_count, arch == "gfx950", "ieee")
+        return Device((name, arch, "hip", "default"), facts.multi_processor_count, arch == "gfx950", arch == "gfx942")
     return nvidia_device(facts.major * 10 + facts.minor, facts.multi_processor_count, name)
 
 
@@ -83,9 +81,12 @@ def launch_parameters(stem: str, names: tuple[str, ...]) -> dict:
     raise RuntimeError(f"{stem}: no launch parameters for any of {names} in {CONFIGS.name}")
 
 
-def dot_precision(x: Tensor, exact: str) -> str:
-    """Return how fp32 products are made: to fp32's own precision, unless torch was told that less will do."""
-    return "tf32" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else exact
+def dot_precision(x: Tensor) -> str:
+    """Return how `tl.dot` shall multiply with ``x``: fp32 as IEEE says, unless torch was told that less will do."""
+    # Not torch.get_float32_matmul_precision(), which raises where the precision was set for one back end.
+    if x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" and device_of(x).has_tf32:
+        return "tf32"
+    return "ieee"
 
 
 def block(size: int) -> int:

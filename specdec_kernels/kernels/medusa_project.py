@@ -245,7 +245,7 @@ def _run_residual_layers(hidden: Tensor, w_res: Tensor, b_res: Tensor | None, in
         _residual_kernel[grid](
             *(x, weight, bias, out, batch, hidden_size, *x.stride()[:2], *weight.stride()[:2]),
             *(0 if bias is None else bias.stride(0), include_base, hidden_size % plan.block_c == 0),
-            *(_common.dot_precision(hidden, "ieee"), *plan.blocks),
+            *(_common.dot_precision(hidden), *plan.blocks),
             **plan.compile_options,
         )
         x = out
@@ -291,7 +291,7 @@ def _project(x: Tensor, w_out: Tensor, out: Tensor, split_lse: Tensor | None, sp
         *(
             triton.next_power_of_2(k) if k else 0,
             x.shape[2] % split.plan.block_c == 0,
-            _common.dot_precision(x, "ieee"),
+            _common.dot_precision(x),
             *split.plan.blocks,
         ),
         **split.plan.compile_options,

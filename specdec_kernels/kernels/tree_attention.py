@@ -5,9 +5,6 @@ range of keys. Whole prefix tiles are scored without any mask; the tiles at the 
 edge of a window) take a 64-bit word of visible keys for each row. ``docs/tree_attention.md`` draws it.
 """
 
-from dataclasses import dataclass, field
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -15,21 +12,24 @@ from torch import Tensor
 
 from .._registry import OPS
 from . import _common
+from ._attention_plan import MERGE_OPTIONS, Plan, choose_plan
 from ._attention_tiles import (
     accumulate,
     depths,
     load_rows,
+    load_sinks,
     locate,
     merge_splits_kernel,
     or_words,
     scores_of,
     split_keys,
+    unpack,
     visible_words,
 )
+from ._launch import launch
 
-_MERGED_AT_ONCE = 16
 
-
+# Arguments with a type cost Triton nothing at a launch; the others it looks at each time.
 @triton.jit(
     do_not_specialize=[
         *("table_ptr", "mask_ptr", "prefix_len_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr"),
@@ -51,13 +51,13 @@ def _tree_attention_kernel(
     lse_ptr,
     partial_ptr,  # (B, num_splits, T, Hq, DV) fp32
     partial_lse_ptr,  # (B, num_splits, T, Hq) fp32, base 2
-    scale,
+    scale: tl.float32,
     softcap,
     window,
-    num_nodes,
-    num_splits,
-    min_split_len,
-    group_size,
+    num_nodes: tl.int32,
+    num_splits: tl.int32,
+    min_split_len: tl.int32,
+    group_size: tl.int32,
     stride_q_b,
     stride_q_t,
     stride_q_h,
@@ -67,10 +67,10 @@ def _tree_attention_kernel(
     stride_v_b,
     stride_v_s,
     stride_v_h,
-    stride_table_b,
-    stride_mask_b,
-    stride_k_scale,
-    stride_v_scale,
+    stride_table_b: tl.int64,
+    stride_mask_b: tl.int64,
+    stride_k_scale: tl.int64,
+    stride_v_scale: tl.int64,
     D: tl.constexpr,
     DV: tl.constexpr,
     PAGE: tl.constexpr,
@@ -84,20 +84,16 @@ def _tree_attention_kernel(
     row_tile, split = tl.program_id(0) % num_row_tiles, tl.program_id(0) // num_row_tiles
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     prefix_len = tl.load(prefix_len_ptr + batch)
-    first, split_len, num_active = split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N)
+    first, num_tiles, num_active = split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N)
     if split >= num_active:
         return
-    start = first + split * split_len
-    end = tl.minimum(start + split_len, prefix_len + num_nodes)
+    start = first + split * num_tiles // num_active * BLOCK_N
+    end = tl.minimum(first + (split + 1) * num_tiles // num_active * BLOCK_N, prefix_len + num_nodes)
 
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_ok = rows < num_nodes * group_size
-    nodes, q_heads = rows // group_size, head * group_size + rows % group_size
+    row_ok, nodes, q_heads = unpack(rows, num_nodes, group_size, head)
     num_words = (num_nodes + 63) // 64
     mask_ptr += batch * stride_mask_b
-    own_word = tl.load(mask_ptr + nodes * num_words + (nodes >> 6), mask=row_ok, other=0)
-    is_node = ((own_word >> (nodes & 63).to(tl.int64)) & 1) != 0
-
     cols, dims, v_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     q_offsets = batch * stride_q_b + nodes.to(tl.int64) * stride_q_t + q_heads.to(tl.int64) * stride_q_h
     q = load_rows(q_ptr, q_offsets, dims, row_ok, D, BLOCK_D)
@@ -114,11 +110,8 @@ def _tree_attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], -3.4028234e38, tl.float32)  # finite, so that peak - peak is 0
-    empty_lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if sinks_ptr is not None:  # a key of the first split that has no value
-        sinks = tl.load(sinks_ptr + q_heads, mask=row_ok, other=0).to(tl.float32) * 1.4426950408889634  # log2 e
-        empty_lse = tl.where(split == 0, sinks, empty_lse)
-        peak = tl.where(split == 0, sinks, peak)
+        peak = tl.where(split == 0, load_sinks(sinks_ptr, q_heads, row_ok), peak)
         total += tl.where(split == 0, 1.0, 0.0)
 
     # Tiles in [plain_start, plain_end) are seen whole by every row.
@@ -139,7 +132,7 @@ def _tree_attention_kernel(
     num_edge = (plain_start - start) // BLOCK_N
     for tile in tl.range(num_edge + tl.cdiv(end - plain_end, BLOCK_N), num_stages=1):
         key = tl.where(tile < num_edge, start + tile * BLOCK_N, plain_end + (tile - num_edge) * BLOCK_N)
-        words = visible_words(mask_ptr, nodes, row_ok, is_node, key - prefix_len, num_words)
+        words = visible_words(mask_ptr, nodes, row_ok, key - prefix_len, num_words)
         union = tl.reduce(words, 0, or_words)
         if union != 0:
             # Keys that no row of the tile sees are not even loaded: they may be NaN.
@@ -158,6 +151,15 @@ def _tree_attention_kernel(
             v = load_rows(v_ptr, page * stride_v_b + row * stride_v_s, v_dims, key_ok, DV, BLOCK_DV)
             acc, total, peak = accumulate(acc, total, peak, scores, v, q.dtype, PRECISION)
 
+    # From a length that is read anew, so that the compiler computes this anew, too: kept over the loops it would take
+    # the registers that a tile of 64 rows and 256 dims needs.
+    rows += tl.load(prefix_len_ptr + batch) - prefix_len
+    row_ok, nodes, q_heads = unpack(rows, num_nodes, group_size, head)
+    own_word = tl.load(mask_ptr + nodes * num_words + (nodes >> 6), mask=row_ok, other=0)
+    is_node = ((own_word >> (nodes & 63).to(tl.int64)) & 1) != 0
+    empty_lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if sinks_ptr is not None:
+        empty_lse = tl.where(split == 0, load_sinks(sinks_ptr, q_heads, row_ok), empty_lse)
     lse = tl.where(is_node, peak + tl.log2(total), empty_lse)
     inverse = 1 / tl.where(total == 0, 1, total)
     if v_scale_ptr is not None:
@@ -173,45 +175,6 @@ def _tree_attention_kernel(
         index = ((batch * num_splits + split) * num_nodes + nodes) * num_q_heads + q_heads
         tl.store(partial_ptr + index[:, None] * DV + v_dims[None, :], out, mask=out_ok)
         tl.store(partial_lse_ptr + index, lse, mask=row_ok)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Launch parameters of one call: chosen by shapes, dtypes and the device, never by data or the batch size."""
-
-    block_m: int
-    block_n: int
-    min_split_len: int
-    target_programs: int
-    compile_options: dict = field(hash=False)  # num_warps, num_stages, and maxnreg where ptxas needs to be told
-
-    def num_splits(self, max_keys: int, num_tiles: int) -> int:
-        """Return into how many ranges the keys of one batch row may be split.
-
-        As many as let a batch of one fill the device, none shorter than ``min_split_len``. Bounded by the most keys
-        that fit, so that a captured graph can be replayed with any prefix; the batch size is left out, so that
-        it does not change a row's bits.
-        """
-        return max(1, min(self.target_programs // num_tiles, max_keys // self.min_split_len))
-
-
-@cache
-def choose_plan(
-    device: _common.Device, q_dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, v_dim: int, num_rows: int
-) -> Plan | None:
-    """Choose the launch parameters for ``num_rows = T · Hq / Hk`` packed rows; None when the file has no entry.
-
-    The file's own ``rule`` says why its entries are what they are.
-    """
-    kinds = {cache_dtype: "fp16", torch.float32: "fp32", torch.float64: "fp64"}  # of q
-    parameters = _common.launch_parameters("tree_attention", device.names)
-    tiles = parameters.get(kinds.get(q_dtype, "quantised"), {}).get(str(_common.block(max(head_dim, v_dim, 64))))
-    if tiles is None:
-        return None
-    tile = next(t for t in tiles if num_rows <= t.get("max_rows", num_rows))
-    # The last option is Triton's default, named because that is changing.
-    options = {n: tile[n] for n in ("num_warps", "num_stages", "maxnreg") if n in tile} | {"enable_fp_fusion": True}
-    return Plan(tile["block_m"], tile["block_n"], tile["min_split_len"], device.num_multiprocessors, options)
 
 
 def tree_attention_triton(q, k_cache, v_cache, tree_mask, prefix_len, **options) -> tuple[Tensor, Tensor]:
@@ -234,8 +197,9 @@ def paged_tree_attention_triton(
 
 
 def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Plan | None:
-    num_rows = q.shape[1] * (q.shape[2] // k_cache.shape[2])
-    return choose_plan(_common.device_of(q), q.dtype, k_cache.dtype, q.shape[3], v_cache.shape[3], num_rows)
+    device, num_rows = _common.device_of(q), q.shape[1] * (q.shape[2] // k_cache.shape[2])
+    precision = _common.dot_precision(q)
+    return choose_plan(device, q.dtype, k_cache.dtype, q.shape[3], v_cache.shape[3], num_rows, precision)
 
 
 def _attend(
@@ -248,38 +212,46 @@ def _attend(
     lse = q.new_empty(batch, num_nodes, num_q_heads, dtype=torch.float32)
     if batch == 0:
         return out, lse
-    device = _common.device_of(q)
-    num_row_tiles = triton.cdiv(num_nodes * group_size, plan.block_m)
+    num_row_tiles = -(-num_nodes * group_size // plan.block_m)
     max_keys = page_size if block_table is None else block_table.shape[1] * page_size
     if window is not None:
         max_keys = min(max_keys, window + num_nodes + plan.block_n)
+        window = min(window, 2**30)
     num_splits = plan.num_splits(max_keys, num_row_tiles * num_kv_heads)
-    partial, partial_lse = _split_results(out, lse, num_splits)
-    if k_cache.dtype == torch.float8_e4m3fn and not device.has_fp8:
+    results = out, lse, *_split_results(out, lse, num_splits)
+    if k_cache.dtype == torch.float8_e4m3fn and not _common.device_of(q).has_fp8:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     table = block_table if block_table is None or block_table.stride(1) == 1 else block_table.contiguous()
     tree_mask, prefix_len = tree_mask.contiguous(), prefix_len.contiguous()
-    splits = (None if window is None else min(window, 2**30), num_nodes, num_splits, plan.min_split_len)
+    vectors = sinks if sinks is None else sinks.contiguous(), k_scale, v_scale
+    numbers = head_dim**-0.5 if scale is None else scale, softcap, window, num_nodes, num_splits, plan.min_split_len
     with torch.cuda.device_of(q):
-        _tree_attention_kernel[(num_row_tiles * num_splits, num_kv_heads, batch)](
-            *(q, k_cache, v_cache, table, tree_mask, prefix_len, sinks if sinks is None else sinks.contiguous()),
-            *(k_scale, v_scale, out, lse, partial, partial_lse),
-            *(head_dim**-0.5 if scale is None else scale, softcap, *splits, group_size),
-            *(*q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3]),
-            0 if table is None else table.stride(0),
-            0 if tree_mask.shape[0] == 1 else tree_mask.stride(0),
-            *(0 if x is None or x.dim() == 0 else x.stride(0) for x in (k_scale, v_scale)),
-            *(head_dim, v_dim, 0 if table is None else page_size, _common.dot_precision(q, device.fp32_product)),
-            *(plan.block_m, plan.block_n, _common.block(head_dim), _common.block(v_dim)),
-            **plan.compile_options,
-        )
+        grid = num_row_tiles * num_splits, num_kv_heads, batch
+        _launch_attention(grid, plan, (q, k_cache, v_cache), (table, tree_mask, prefix_len), vectors, results, numbers)
         if num_splits > 1:
-            merge_splits_kernel[(num_nodes * num_q_heads, batch)](
-                *(partial, partial_lse, prefix_len, out, lse, *splits),
-                *(v_dim, plan.block_n, _MERGED_AT_ONCE, _common.block(v_dim)),
-                enable_fp_fusion=True,
-            )
+            args = *results[2:], prefix_len, out, lse, *numbers[2:], *plan.merge_constants
+            grid = num_nodes * num_q_heads, batch, 1
+            launch(merge_splits_kernel, grid, args, MERGE_OPTIONS, (plan, window is None))
     return out, lse
+
+
+def _launch_attention(grid, plan, data, structure, vectors, results, numbers):
+    (q, k_cache, v_cache), (table, tree_mask, _) = data, structure
+    q_strides, k_strides, v_strides = q.stride(), k_cache.stride(), v_cache.stride()
+    page_size = 0 if table is None else k_cache.shape[1]
+    args = (
+        *(*data, *structure, *vectors, *results, *numbers, q.shape[2] // k_cache.shape[2]),
+        *(*q_strides[:3], *k_strides[:3], *v_strides[:3]),
+        0 if table is None else table.stride(0),
+        0 if tree_mask.shape[0] == 1 else tree_mask.stride(0),
+        *(0 if x is None or x.dim() == 0 else x.stride(0) for x in vectors[1:]),
+        *(q.shape[3], v_cache.shape[3], page_size, plan.precision, *plan.blocks),
+    )
+    options = numbers[1] is None, numbers[2] is None, *(None if x is None else x.dtype for x in vectors)
+    # Tensors that torch has just made are aligned.
+    addresses = q.data_ptr() % 16, k_cache.data_ptr() % 16, v_cache.data_ptr() % 16
+    facts = plan, page_size, q_strides, k_strides, v_strides, options, addresses
+    launch(_tree_attention_kernel, grid, args, plan.compile_options, facts)
 
 
 def _split_results(out: Tensor, lse: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,11 @@ def force_plan(monkeypatch: pytest.MonkeyPatch, **changes) -> None:
     monkeypatch.setattr(module, "choose_plan", lambda *args: replace(choose(*args), **changes))
 
 
+def force_splits(monkeypatch: pytest.MonkeyPatch, num_keys: int) -> None:
+    """Let splits of about ``num_keys`` be worth their while; below 1024 keys the kernel takes five times the least."""
+    force_plan(monkeypatch, min_split_len=num_keys // 5)
+
+
 def block_m(case: Case) -> int:
     """Return how many packed rows share a tile."""
     return module._plan(case.q, case.k, case.v).block_m

@@ -12,7 +12,7 @@ from specdec_kernels.tree import pack_mask
 from tests.kernels.pairwise import pairwise
 from tests.ops.attention_cases import Case, chain, check, int32, make_case
 
-from .attention import attend, force_plan
+from .attention import attend, force_splits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -54,7 +54,7 @@ def test_matches_exact(o: dict, monkeypatch) -> None:
     if o["cache"] is not None:
         quantise(case, o["cache"])
     if o["split"]:
-        force_plan(monkeypatch, min_split_len=32)
+        force_splits(monkeypatch, 32)
     check(case, attend(case, o["page"], "hnd" if o["layout"] == "gaps" else "nhd"))
 
 
@@ -103,7 +103,7 @@ def test_bytes_of_fp8_on_older_gpus(monkeypatch) -> None:
 def test_unseen_rows_may_be_nan(split, monkeypatch) -> None:
     """Rows behind the tree, rows in front of every window, and pages of nobody."""
     if split:
-        force_plan(monkeypatch, min_split_len=32)
+        force_splits(monkeypatch, 32)
     case = make_case(2, (90, 70), 9, (4, 2), (16, 16), trees=2, window=20)
     expected = attend(case)
     for row, prefix in enumerate(case.prefix):
@@ -152,7 +152,7 @@ def test_nodes_in_any_order() -> None:
 
 def test_rows_do_not_depend_on_the_batch(monkeypatch) -> None:
     """Bit for bit, with splits: neighbours, slot and batch size change nothing."""
-    force_plan(monkeypatch, min_split_len=32)
+    force_splits(monkeypatch, 32)
     case = make_case(3, (200, 0, 77), 5, (4, 2), dtype=BF16, trees=3)
     together = attend(case)
     for row in range(3):

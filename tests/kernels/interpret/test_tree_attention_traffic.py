@@ -6,7 +6,7 @@ import torch
 from tests.kernels.meter import measure
 from tests.ops.attention_cases import Case, make_case, paths, visible_keys
 
-from .attention import attend, block_m, force_plan
+from .attention import attend, block_m, force_plan, force_splits
 
 BF16 = torch.bfloat16
 
@@ -57,9 +57,23 @@ def test_splits_cost_little(prefix, num_nodes) -> None:
     assert ratio <= 1.10
 
 
+def test_the_bounds_can_fail(monkeypatch) -> None:
+    """Tiles a quarter as high read every key four times; splits a tenth as long write more than they save."""
+    case = make_case(1, (300,), 16, (4, 1), (64, 64), BF16)
+    least = unavoidable(case)
+    force_plan(monkeypatch, target_programs=1)
+    assert moved(case) <= 1.05 * least
+    force_plan(monkeypatch, block_m=16)
+    assert moved(case) > 3 * least
+    monkeypatch.undo()
+    assert moved(case) <= 1.10 * least
+    force_splits(monkeypatch, 32)
+    assert moved(case) > 1.10 * least
+
+
 def test_splits_move_what_the_rule_says(monkeypatch) -> None:
     """Each split writes, and the merge reads, one fp32 row of results; nothing that was not written is read."""
-    force_plan(monkeypatch, min_split_len=64)
+    force_splits(monkeypatch, 64)
     case = make_case(2, (187, 30), 5, (4, 2), (64, 64), BF16, trees=2)  # three splits of 64 keys; none
     with measure() as launches:
         attend(case)
@@ -74,8 +88,8 @@ def test_pages_cost_their_table(monkeypatch) -> None:
     force_plan(monkeypatch, target_programs=1)
     case = make_case(1, (300,), 1, (4, 1), (64, 64), BF16)
     contiguous = moved(case)
-    assert moved(case, page=256) - contiguous == 4 * 5  # tiles of 64 keys
-    assert moved(case, page=16) - contiguous <= 4 * -(-301 // 64) * 64
+    assert moved(case, page=256) - contiguous == 4 * 10  # tiles of 32 keys
+    assert moved(case, page=16) - contiguous <= 4 * -(-301 // 32) * 32
 
 
 def test_window_skips_the_prefix(monkeypatch) -> None:

@@ -1,0 +1,84 @@
+"""Launch parameters of one tree attention call: which tile, how many splits."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from . import _common
+
+# Named although it is Triton's default, because that is changing.
+MERGE_OPTIONS = {"enable_fp_fusion": True}
+_MERGED_AT_ONCE = 32  # partial results
+
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity
+class Plan:
+    """Launch parameters of one call: chosen by shapes, dtypes and the device, never by data or the batch size."""
+
+    block_m: int
+    block_n: int
+    min_split_len: int
+    target_programs: int
+    precision: str  # of tl.dot
+    block_d: int
+    block_dv: int
+    v_dim: int
+    compile_options: dict  # num_warps, num_stages, and maxnreg where ptxas needs to be told
+
+    @property
+    def blocks(self) -> tuple[int, int, int, int]:
+        """Return the last constants of the attention kernel."""
+        return self.block_m, self.block_n, self.block_d, self.block_dv
+
+    @property
+    def merge_constants(self) -> tuple[int, int, int, int]:
+        """Return the constants of the kernel that merges splits."""
+        return self.v_dim, self.block_n, _MERGED_AT_ONCE, self.block_dv
+
+    def num_splits(self, max_keys: int, num_tiles: int) -> int:
+        """Return into how many ranges the keys of one batch row may be split.
+
+        As many as let a batch of one fill the device in one go, none shorter than ``min_split_len``, or five times that
+        where there are less than 1024 keys. Bounded by the most keys that fit, so that a captured graph can be
+        replayed with any prefix; the batch size is left out, so that it does not change a row's bits.
+        """
+        shortest = self.min_split_len * (5 if max_keys < 1024 else 1)
+        return max(1, min(self.target_programs // num_tiles, max_keys // shortest))
+
+
+@cache
+def choose_plan(
+    device: _common.Device,
+    q_dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    head_dim: int,
+    v_dim: int,
+    num_rows: int,
+    precision: str = "ieee",
+) -> Plan | None:
+    """Choose the launch parameters for ``num_rows = T · Hq / Hk`` packed rows; None when the file has no entry.
+
+    The file's own ``rule`` says why its entries are what they are.
+    """
+    kinds = {cache_dtype: "fp16", torch.float32: "fp32", torch.float64: "fp64"}  # of q
+    kind = precision if precision == "tf32" else kinds.get(q_dtype, "quantised")
+    parameters = _common.launch_parameters("tree_attention", device.names)
+    tiles = parameters.get(kind, {}).get(str(_common.block(max(head_dim, v_dim, 64))))
+    if tiles is None:
+        return None
+    tile = next(t for t in tiles if num_rows <= t.get("max_rows", num_rows))
+    options = {n: tile[n] for n in ("num_warps", "num_stages", "maxnreg") if n in tile} | MERGE_OPTIONS
+    rows = min(num_rows, tile["block_m"])
+    min_split_len = max(tile["block_n"], _worthwhile_len(rows, head_dim, v_dim, cache_dtype.itemsize))
+    blocks = _common.block(head_dim), _common.block(v_dim)
+    limits = min_split_len, device.num_multiprocessors
+    return Plan(tile["block_m"], tile["block_n"], *limits, precision, *blocks, v_dim, options)
+
+
+def _worthwhile_len(num_rows: int, head_dim: int, v_dim: int, itemsize: int) -> int:
+    """Return how many keys make a split whose partial results are half as many bytes as its keys and values.
+
+    A row's partial result is written and read in fp32; a key and a value are read once for all rows of a tile.
+    """
+    return -(-2 * 8 * num_rows * v_dim // ((head_dim + v_dim) * itemsize))

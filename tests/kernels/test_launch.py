@@ -1,0 +1,84 @@
+"""Launches that take the short way past Triton's look at the arguments end in the same call of the driver."""
+
+import pytest
+import torch
+
+from specdec_kernels.kernels import _aot, _launch
+from specdec_kernels.kernels.tree_attention import paged_tree_attention_triton, tree_attention_triton
+
+NONE = dict.fromkeys(("scale", "softcap", "window", "sinks", "k_scale", "v_scale"))
+
+
+def call(gap: int = 0, offset: int = 0, page: int = 0, dtype=torch.float16, num_nodes: int = 3, **options) -> None:
+    """Launch over a cache with gaps between its rows, at an offset from an aligned address."""
+    q = torch.empty(2, num_nodes, 4, 64, dtype=dtype)
+    k, v = (torch.empty(2, 2048 + offset, 2, 64 + gap, dtype=dtype).flatten()[offset:] for _ in range(2))
+    k, v = (x[: 2 * 2048 * 2 * (64 + gap)].view(2, 2048, 2, 64 + gap)[..., :64] for x in (k, v))
+    mask, prefix_len = torch.empty(1, num_nodes, 1, dtype=torch.int64), torch.empty(2, dtype=torch.int32)
+    if page:
+        table = torch.empty(2, 2048 // page, dtype=torch.int32)
+        pages = (x.reshape(-1, page, 2, 64) for x in (k, v))
+        paged_tree_attention_triton(q, *pages, table, mask, prefix_len, **(NONE | options))
+    else:
+        tree_attention_triton(q, k, v, mask, prefix_len, **(NONE | options))
+
+
+CALLS = [
+    {},
+    {"gap": 8},  # rows not a multiple of 16 elements
+    {"offset": 1},  # addresses not a multiple of 16 bytes
+    {"softcap": 30.0, "window": 3000},
+    {"sinks": torch.empty(4)},
+    {"page": 64},
+]
+
+
+def plain(argument: object) -> object:
+    """Return what two calls must agree in."""
+    return (argument.shape, argument.stride(), argument.dtype) if isinstance(argument, torch.Tensor) else argument
+
+
+_started: list[tuple] = []  # one for all tests, because a binary keeps the launcher that it got first
+
+
+def started(calls: list[dict]) -> list[list]:
+    """Make the calls; return the arguments of the driver's."""
+    _started.clear()
+    with _aot.stub_driver("sm_80", "launch", lambda *args: _started.append(args)):
+        for options in calls:
+            call(**options)
+    return [[plain(argument) for i, argument in enumerate(args) if i != 6] for args in _started]  # 6: for profilers
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch) -> dict:
+    known: dict = {}
+    monkeypatch.setattr(_launch, "_known", known)
+    return known
+
+
+def test_the_short_way_starts_the_same(monkeypatch, nothing_known) -> None:
+    """Each call twice, in turn: binaries, grids and arguments are those of Triton's own way."""
+    calls = [*CALLS, *CALLS]
+    short = started(calls)
+    assert len(nothing_known) == len(CALLS) + 2  # and the merge, with and without a window
+    monkeypatch.setattr(_launch, "_LIMIT", 0)  # keeps the last only
+    nothing_known.clear()
+    assert short == started(calls)
+    assert len(short) == 4 * len(CALLS)
+    # Each has its own binary, but for the second and third, which both may not load 16 bytes at once.
+    assert len({args[4] for args in short}) == len(CALLS) + 1
+
+
+def test_the_short_way_is_taken(monkeypatch) -> None:
+    started([{}])
+    monkeypatch.setattr("triton.JITFunction.run", None)
+    assert len(started([{}])) == 2
+    with pytest.raises(TypeError):
+        started([{"page": 64}])
+
+
+def test_known_launches_are_bounded(monkeypatch, nothing_known) -> None:
+    monkeypatch.setattr(_launch, "_LIMIT", 3)
+    started([{}, {"gap": 16}, {"gap": 32}, {"gap": 48}])
+    assert len(nothing_known) <= 3
