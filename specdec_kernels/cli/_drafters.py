@@ -10,7 +10,7 @@ from ..hf.load import PACKAGED_MODEL
 # Heads that come with the repository; they fit the packaged model only.
 SHIPPED_HEADS = Path(__file__).parents[2] / "examples" / "heads" / "smollm2-135m-instruct-medusa"
 
-NAMES = ("medusa", "ngram", "medusa+ngram", "draft-model", "plain")
+NAMES = ("medusa", "ngram", "medusa+ngram", "kangaroo", "kangaroo+ngram", "layer-skip", "draft-model", "plain")
 # Of a merged tree: what a CPU verifies without being much slower than for one node.
 MERGED_NODES, LOOKUP_DRAFTS, LOOKUP_BRANCHES = 32, 10, 2
 
@@ -18,32 +18,42 @@ MERGED_NODES, LOOKUP_DRAFTS, LOOKUP_BRANCHES = 32, 10, 2
 def add_arguments(parser) -> None:
     """Declare what the drafters need."""
     parser.add_argument("--heads", type=Path, help="folder with Medusa heads (default: the shipped ones for smollm2)")
+    parser.add_argument("--adapter", type=Path, help="for kangaroo: folder with the adapter")
+    parser.add_argument("--skips", type=Path, help="for layer-skip: what `specdec-kernels search layers` wrote")
     parser.add_argument("--draft-model", metavar="MODEL", help="for draft-model: a smaller one of the same vocabulary")
 
 
 def check(name: str, args) -> None:
     """Exit with a line of help unless what a drafter needs is there; loads nothing."""
-    if name == "draft-model" and not args.draft_model:
-        raise SystemExit("--drafter draft-model needs --draft-model MODEL")
+    needed = {"draft-model": ("draft_model", "MODEL"), "layer-skip": ("skips", "FOLDER")}
+    needed |= dict.fromkeys(("kangaroo", "kangaroo+ngram"), ("adapter", "FOLDER"))
+    option, what = needed.get(name, (None, None))
+    if option is not None and not getattr(args, option):
+        raise SystemExit(f"--drafter {name} needs --{option.replace('_', '-')} {what}")
     if name.startswith("medusa") and not heads_of(args).exists():
         raise SystemExit(f"there are no heads at {heads_of(args)}")
 
 
 def make(name: str, args, model) -> Any:
     """Return a drafter of `NAMES` for a loaded model."""
-    from ..decoding.drafters import DraftModelDrafter, MedusaDrafter, MergedDrafter, NGramDrafter, PlainDrafter
+    from ..decoding import drafters
 
     if name == "plain":
-        return PlainDrafter()
+        return drafters.PlainDrafter()
     if name == "ngram":
-        return NGramDrafter(max_drafts=LOOKUP_DRAFTS)
+        return drafters.NGramDrafter(max_drafts=LOOKUP_DRAFTS)
     if name == "draft-model":
-        return DraftModelDrafter(_draft_target(args.draft_model, model))
-    medusa = MedusaDrafter.from_pretrained(heads_of(args), model)
-    if name == "medusa":
-        return medusa
-    lookup = NGramDrafter(max_drafts=LOOKUP_DRAFTS, num_branches=LOOKUP_BRANCHES)
-    return MergedDrafter(medusa, lookup, max_nodes=max(MERGED_NODES, medusa.max_nodes))
+        return drafters.DraftModelDrafter(_draft_target(args.draft_model, model))
+    if name == "layer-skip":
+        return drafters.LayerSkipDrafter.from_pretrained(args.skips)
+    if name.startswith("kangaroo"):
+        own: Any = drafters.KangarooDrafter.from_pretrained(args.adapter, model)
+    else:
+        own = drafters.MedusaDrafter.from_pretrained(heads_of(args), model)
+    if not name.endswith("+ngram"):
+        return own
+    lookup = drafters.NGramDrafter(max_drafts=LOOKUP_DRAFTS, num_branches=LOOKUP_BRANCHES)
+    return drafters.MergedDrafter(own, lookup, max_nodes=max(MERGED_NODES, own.max_nodes))
 
 
 def heads_of(args) -> Path:

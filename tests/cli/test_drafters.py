@@ -1,5 +1,6 @@
 """Drafters by name."""
 
+import re
 from argparse import ArgumentParser
 
 import pytest
@@ -10,6 +11,7 @@ from specdec_kernels.cli.__main__ import main
 from specdec_kernels.decoding import drafters
 from specdec_kernels.hf import speculative_generate
 from specdec_kernels.modules import MedusaHeads
+from specdec_kernels.training.kangaroo import AdapterOptions, fresh_adapter
 from tests.hf.tiny import VOCAB, tiny_model
 
 
@@ -18,6 +20,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafters")
     MedusaHeads(2, 1, 64, VOCAB).save_pretrained(folder / "heads")
     tiny_model("llama", num_hidden_layers=1).save_pretrained(folder / "small")
+    fresh_adapter(AdapterOptions(exit_layer=1), [], tiny_model()).save_pretrained(folder / "adapter")
+    drafters.LayerSkipDrafter([1], [1]).save_pretrained(folder / "skips")
     return folder
 
 
@@ -32,16 +36,23 @@ KINDS = {
     "medusa": drafters.MedusaDrafter,
     "ngram": drafters.NGramDrafter,
     "medusa+ngram": drafters.MergedDrafter,
+    "kangaroo": drafters.KangarooDrafter,
+    "kangaroo+ngram": drafters.MergedDrafter,
+    "layer-skip": drafters.LayerSkipDrafter,
     "draft-model": drafters.DraftModelDrafter,
     "plain": drafters.PlainDrafter,
 }
 
 
+PLACES = {"draft-model": "small", "adapter": "adapter", "skips": "skips"}
+
+
 @pytest.mark.parametrize(("name", "kind"), KINDS.items())
 def test_every_name_makes_a_drafter(folder, name, kind):
-    args = arguments(folder, "--draft-model", str(folder / "small"))
+    places = [f"--{option}={folder / place}" for option, place in PLACES.items()]
+    args = arguments(folder, *places)
     _drafters.check(name, args)
-    model = tiny_model("llama", num_hidden_layers=1)
+    model = tiny_model("llama")
     drafter = _drafters.make(name, args, model)
     assert type(drafter) is kind
     prompt = torch.tensor([[5, 6, 5]])
@@ -55,8 +66,9 @@ def test_every_name_is_tested():
 
 
 def test_what_is_missing_is_said(folder, tmp_path):
-    with pytest.raises(SystemExit, match="needs --draft-model"):
-        _drafters.check("draft-model", arguments(folder))
+    for name, option in (("draft-model", "draft-model MODEL"), ("kangaroo+ngram", "adapter"), ("layer-skip", "skips")):
+        with pytest.raises(SystemExit, match=f"--drafter {re.escape(name)} needs --{option}"):
+            _drafters.check(name, arguments(folder))
     with pytest.raises(SystemExit, match="there are no heads at"):
         main(["demo", "--drafter", "medusa+ngram", "--heads", str(tmp_path / "nothing")])
     args = arguments(folder)

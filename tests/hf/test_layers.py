@@ -77,6 +77,19 @@ def test_shallow_layers_node_by_node_and_deep_layers_at_once_are_a_forward(model
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-4)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_in_bf16_parts_have_the_bits_of_the_whole(batch):
+    """Node by node up to the exit, also a lone one, then all at once."""
+    target, ids = HFTarget(tiny_model().bfloat16(), batch, 24), nodes()[:batch]
+    prompt = torch.randint(3, VOCAB, (batch, 9))
+    target.prefill(prompt, torch.full((batch,), 9, dtype=torch.int32))
+    whole = target.forward(ids, *tree(PARENTS))
+    hidden = torch.cat([output.hidden for output in in_parts(target, ids, [1] * 6, EXIT)], dim=1)
+    deep = target.run_layers(ids, *tree(PARENTS), LayerPlan(start=2), hidden=hidden)
+    assert torch.equal(deep.logits, whole.logits)
+    assert torch.equal(deep.hidden, whole.hidden)
+
+
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_a_skipped_block_is_one_that_gives_zero(model_type):
     model = tiny_model(model_type)
