@@ -137,9 +137,15 @@ def run_all(args, model, tokenizer) -> list[Row]:
     random.seed(0)
     warm_up = [{"question_id": 0, "task": "warm-up"}] * args.batch_size
     compare_batch(model, providers, encode(tokenizer, ["Hello"] * args.batch_size), warm_up, options)
-    rows: list[Row] = []
+    rows = read_rows(args) if args.resume else []
+    done, started = {row.question_id for row in rows}, time.monotonic()
     for start in range(0, len(questions), args.batch_size):
         batch = questions[start : start + args.batch_size]
+        if all(question["question_id"] in done for question in batch):
+            continue
+        if args.seconds is not None and time.monotonic() - started > args.seconds:
+            print(f"stopped after {args.seconds:g} s; go on with --resume")
+            break
         inputs = encode(tokenizer, [q["turns"][0] for q in batch])
         new = compare_batch(model, providers, inputs, batch, options)
         rows += new
@@ -200,10 +206,22 @@ def geometric(values: list[float]) -> float:
     return math.exp(statistics.mean(math.log(v) for v in values))
 
 
+def result_file(args) -> Path:
+    """Return this machine's result file of such a run."""
+    folder = RESULTS / describe_machine(torch.device("cpu")).slug
+    return folder / f"e2e_{'_'.join(args.drafter)}_{args.dtype}_b{args.batch_size}.jsonl"
+
+
+def read_rows(args) -> list[Row]:
+    """Return the rows of the result file, none when it is not there."""
+    path = result_file(args)
+    records = map(json.loads, path.read_text().splitlines()) if path.exists() else []
+    return [Row(**record) for record in records if "question_id" in record]
+
+
 def write_results(args, rows: list[Row], lines: list[str]) -> Path:
     """Write the machine, the command, the rows and the summary to this machine's result file."""
-    machine = describe_machine(torch.device("cpu"))
-    path = RESULTS / machine.slug / f"e2e_{'_'.join(args.drafter)}_{args.dtype}_b{args.batch_size}.jsonl"
+    machine, path = describe_machine(torch.device("cpu")), result_file(args)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Paths are this machine's own; a file name says which prompts and heads were used.
     command = "python -m benchmarks.e2e.compare " + " ".join(Path(a).name if "/" in a else a for a in sys.argv[1:])
@@ -239,6 +257,8 @@ def main() -> int:
     parser.add_argument("--model", default=PACKAGED_MODEL)
     _drafters.add_arguments(parser)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<device>/e2e_*.jsonl")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the result file, run the others")
+    parser.add_argument("--seconds", type=float, help="begin no batch after so long")
     args = parser.parse_args()
     for name in set(args.drafter) & set(OURS):
         _drafters.check(name, args)

@@ -95,6 +95,7 @@ def test_padded_vocabularies(vocab_size):
     drafts.clear()
     decoded(ToyTarget(3, 60), Recording(make, exit_rule=ALWAYS), prompts, 15, **options)
     assert all(draft.logits.shape[-1] == 13 for draft in drafts)
+    assert all((draft.logits[..., vocab_size:] == -torch.inf).all() for draft in drafts)
     assert all((draft.ids[:, 1:] < min(13, vocab_size)).all() for draft in drafts)
 
 
