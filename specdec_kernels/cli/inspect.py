@@ -183,7 +183,7 @@ def medusa_project_cases(everything: bool = False) -> Iterator[HeadsCase]:
         for rows in (16, 64, 256):
             for k in (0, 1, 10, 64) if everything else (0, 10, 64):
                 for own in (False, True) if everything else (False,):
-                    for hidden in (512, 520) if everything else (512,):
+                    for hidden in (512, 528) if everything else (512,):
                         yield HeadsCase(dtype, rows, k, own, hidden)
 
 
