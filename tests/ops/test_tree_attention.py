@@ -130,9 +130,10 @@ def test_cuda_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = tree_attention(q, k, v, mask, prefix_len, window=6)
-    prefix_len -= 3  # replay with another length
-    graph.replay()
-    torch.testing.assert_close((out, lse), tree_attention(q, k, v, mask, prefix_len, window=6), rtol=0, atol=0)
+    for lengths in ((34, 29), (0, 5), (2, 0)):  # replay with other lengths, back to back
+        prefix_len.copy_(torch.tensor(lengths))
+        graph.replay()
+        torch.testing.assert_close((out, lse), tree_attention(q, k, v, mask, prefix_len, window=6), rtol=0, atol=0)
 
 
 def test_long_chain_is_causal_attention(backend, device) -> None:

@@ -60,12 +60,24 @@ def test_matches_exact(o: dict, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "heads", "dims"),
-    [(17, (16, 1), (16, 16)), (3, (4, 4), (256, 256)), (9, (4, 2), (192, 128)), (5, (2, 1), (96, 112))],
-    ids=["rows-above-256", "D256", "D192-Dv128", "D96-Dv112"],
+    [
+        *((17, (16, 1), (16, 16)), (3, (64, 1), (16, 16))),
+        *((3, (4, 4), (256, 256)), (9, (4, 2), (192, 128)), (5, (2, 1), (96, 112))),
+    ],
+    ids=["rows-above-256", "group-64", "D256", "D192-Dv128", "D96-Dv112"],
 )
 def test_tiles(nodes, heads, dims) -> None:
     case = make_case(2, (70, 5), nodes, heads, dims, BF16, trees=2)
     check(case, attend(case))
+
+
+@pytest.mark.parametrize("page", [7, 100])
+def test_pages_of_any_size(page) -> None:
+    case = make_case(2, (70, 5), 9, (4, 2), dtype=BF16, trees=2)
+    case.k, case.v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % page)) for x in (case.k, case.v))
+    quantise(case, torch.int8)
+    case.options["v_scale"] = torch.rand(2) * 0.05  # one for each head
+    check(case, attend(case, page))
 
 
 @pytest.mark.parametrize("parents", ["chain", "random"])
