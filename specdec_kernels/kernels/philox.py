@@ -29,6 +29,14 @@ def philox_uniforms_triton(seed: Tensor, position: Tensor, count: int) -> Tensor
     if out.numel() > 0:
         with torch.cuda.device_of(seed):
             _philox_uniforms_kernel[(seed.shape[0], triton.cdiv(count, 4 * _BLOCK))](
-                seed, position, out, seed.stride(0), position.stride(0), count, _BLOCK, num_warps=1
+                seed,
+                position,
+                out,
+                seed.stride(0),
+                position.stride(0),
+                count,
+                _BLOCK,
+                num_warps=1,
+                enable_fp_fusion=True,
             )
     return out

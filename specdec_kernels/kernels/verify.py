@@ -37,9 +37,12 @@ class Plan:
     options: dict  # and the others
     target_programs: int
 
-    def num_splits(self, num_rows: int, num_tiles: int) -> int:
-        """Return how many programs share the tiles of each of ``num_rows`` rows; no sum depends on it."""
-        return max(1, min(num_tiles, self.target_programs // max(num_rows, 1)))
+    def num_splits(self, batch: int, num_rows: int, num_tiles: int) -> int:
+        """Return how many programs share the tiles of each of ``num_rows`` rows; no sum depends on it.
+
+        Each reads the statistics of all nodes: more than a dozen for a batch row would cost over 4 % of the traffic.
+        """
+        return max(1, min(num_tiles, 12 // num_rows, self.target_programs // (batch * num_rows)))
 
 
 @cache
@@ -150,7 +153,7 @@ def _launch(
         _verify_statistics_kernel[(batch * num_programs,)](inputs, *logits, *sizes, *blocks, **plan.statistics_options)
         constants = (rule, with_replacement, *blocks, _common.block(widest))
         if draft is not None:
-            num_splits = plan.num_splits(batch * num_rows, num_tiles)
+            num_splits = plan.num_splits(batch, num_rows, num_tiles)
             _verify_rest_kernel[(batch * num_rows * num_splits,)](
                 *(inputs, *logits, nodes, columns, rest, left, *sizes, num_splits, *constants),
                 **plan.options,

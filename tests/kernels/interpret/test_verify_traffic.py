@@ -6,16 +6,18 @@ import torch
 from specdec_kernels.kernels import verify as module
 from tests.kernels.meter import measure
 
-VOCAB, NUM_NODES = 32_000, 6
-ROW = 2 * VOCAB  # bytes
+NUM_NODES, BYTES = 6, 2
+ROW = 32_000 * BYTES
 STATISTICS, REST, FINISH = "_verify_statistics_kernel", "_verify_rest_kernel", "_verify_finish_kernel"
 
 
-def loaded(rule: str, *, drawn: bool, uniform: float, lengths: int | None = None) -> tuple[list[str], int]:
+def loaded(
+    rule: str, *, drawn: bool, uniform: float, lengths: int | None = None, vocab=32_000
+) -> tuple[list[str], int]:
     """Return the kernels launched for one batch row, and the bytes that they load."""
     torch.manual_seed(0)
-    target = torch.randn(1, NUM_NODES, VOCAB, dtype=torch.bfloat16)
-    ids, u = torch.randint(VOCAB, (1, NUM_NODES)), torch.full((1, NUM_NODES), uniform)
+    target = torch.randn(1, NUM_NODES, vocab, dtype=torch.bfloat16)
+    ids, u = torch.randint(vocab, (1, NUM_NODES)), torch.full((1, NUM_NODES), uniform)
     draft = (target + 0.1 * torch.randn(target.shape)).bfloat16() if drawn else None
     if drawn:  # what the drafter overrates most: rejected, the second sibling too
         excess = (draft[:, 0].float().softmax(-1) - target[:, 0].float().softmax(-1)).topk(2).indices
@@ -49,6 +51,12 @@ def test_reads_everything_once(rule, drawn, uniform, rows, rest) -> None:
     ratio = num_bytes / ((rows + rest) * ROW + final_tile)
     print(f"{rule}: {ratio:.4f}")
     assert 0.99 <= ratio <= 1.05  # the last tile is shorter
+
+
+def test_reads_everything_once_of_a_large_vocabulary() -> None:
+    """The statistics that programs share grow with the vocabulary, the programs that read them do not."""
+    _, num_bytes = loaded("chain", drawn=True, uniform=1 - 2.0**-24, vocab=128_256)
+    assert num_bytes <= 1.05 * (11 + 2) * 128_256 * BYTES
 
 
 def test_padding_is_not_read() -> None:
