@@ -66,23 +66,30 @@ class Expectation(NamedTuple):
     threshold: float
 
 
-def expectation(outcome: Outcome, costs: BlockCosts, draft_us: float) -> Expectation:
-    """Return the best longest chain (of at least one draft) and threshold, and the speed expected with them.
+def expectation(
+    outcome: Outcome, costs: BlockCosts, draft_us: float, *, max_drafts: int, threshold: float
+) -> Expectation:
+    """Return the speed expected with a longest chain and a threshold.
 
     ``tokens/s = mean(min(matched, d) + 1) / mean(d · draft_us + verify_us[d])``, where a context drafts *d* tokens: up
     to and with the first one below the threshold. No time is measured here: the same outcome gives the same answer.
     """
-    verify_us = torch.tensor(costs.verify_us, dtype=torch.float64)
-    columns = torch.arange(1, outcome.probs.shape[1] + 1)
-    tried = []
-    for threshold in THRESHOLDS:
-        stops = torch.where(outcome.probs < threshold, columns, outcome.probs.shape[1]).amin(1)
-        for max_drafts in columns.tolist():
-            drafts = stops.clamp_max(max_drafts)
-            tokens = (torch.minimum(outcome.matched, drafts) + 1).double().mean()
-            time_us = (drafts * draft_us + verify_us[drafts]).mean()
-            speed = float(tokens / time_us * 1e6)
-            tried.append(Expectation(speed, float(tokens), float(drafts.double().mean()), max_drafts, threshold))
+    count = outcome.probs.shape[1]
+    stops = torch.where(outcome.probs < threshold, torch.arange(1, count + 1), count).amin(1)
+    drafts = stops.clamp_max(max_drafts)
+    tokens = (torch.minimum(outcome.matched, drafts) + 1).double().mean()
+    time_us = (drafts * draft_us + torch.tensor(costs.verify_us, dtype=torch.float64)[drafts]).mean()
+    speed = float(tokens / time_us * 1e6)
+    return Expectation(speed, float(tokens), float(drafts.double().mean()), max_drafts, threshold)
+
+
+def best_expectation(outcome: Outcome, costs: BlockCosts, draft_us: float) -> Expectation:
+    """Return what is expected with the best longest chain (of at least one draft) and threshold."""
+    tried = (
+        expectation(outcome, costs, draft_us, max_drafts=max_drafts, threshold=threshold)
+        for threshold in THRESHOLDS
+        for max_drafts in range(1, outcome.probs.shape[1] + 1)
+    )
     return max(tried, key=lambda found: found.tokens_per_s)
 
 

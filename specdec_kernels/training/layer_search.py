@@ -18,7 +18,7 @@ from ..decoding.exits import ExitRule
 from ..decoding.protocols import LayerPlan
 from ..hf.load import load_model
 from .data import GenerationOptions, generate_conversations
-from .layer_costs import BlockCosts, Expectation, expectation, measure_costs
+from .layer_costs import BlockCosts, Expectation, best_expectation, expectation, measure_costs
 from .layer_probe import DraftProbe, SearchOptions, choose_contexts
 from .medusa import base_model_name
 
@@ -85,7 +85,7 @@ def search_layers(
                 skipped_attention=_suggested(trial, "attention", num_layers),
                 skipped_mlp=_suggested(trial, "mlp", num_layers),
             )
-            value = expectation(probe.outcome(plan), costs, costs.draft_us(plan)).tokens_per_s
+            value = best_expectation(probe.outcome(plan), costs, costs.draft_us(plan)).tokens_per_s
             trials.add(plan, value)
             bar.update(1)
             bar.set_postfix(best=f"{trials.best[1]:.2f} tok/s")
@@ -93,7 +93,7 @@ def search_layers(
 
         study.optimize(objective, n_trials=max(0, num_trials - len(trials.entries)))
     plan = trials.best[0]
-    return plan, expectation(probe.outcome(plan), costs, costs.draft_us(plan)), len(trials.entries)
+    return plan, best_expectation(probe.outcome(plan), costs, costs.draft_us(plan)), len(trials.entries)
 
 
 class _Trials:
@@ -184,7 +184,7 @@ def search_skip_sets(
         exit_rule=ExitRule(threshold=expected.threshold),
     )  # fmt: skip
     held_out = DraftProbe(model, choose_contexts(conversations, options, held_out=True), options.max_drafts)
-    report = _report(held_out, costs, plan)
+    report = _report(probe, held_out, costs, plan)
     drafter.metadata = {
         "base_model_name_or_path": base_model_name(generation.model), "searched": expected._asdict(), **report,
         "num_trials": tried, "command": command,
@@ -214,14 +214,19 @@ def _tupled(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _report(probe: DraftProbe, costs: BlockCosts, plan: LayerPlan) -> dict[str, Any]:
-    """Return what the plan, and a uniform one with as many blocks, do in held-out contexts."""
+def _report(probe: DraftProbe, held_out: DraftProbe, costs: BlockCosts, plan: LayerPlan) -> dict[str, Any]:
+    """Return what the plan, and a uniform one with as many blocks, do in held-out contexts.
+
+    Both with the longest chain and the threshold that were best in the contexts of the search.
+    """
     plans = {"held_out": plan, "uniform_held_out": uniform_plan(plan, len(costs.attention_us))}
     entries: dict[str, Any] = {"plain_tokens_per_s": 1e6 / costs.verify_us[0], "draft_us": costs.draft_us(plan)}
     for name, candidate in plans.items():
-        outcome = probe.outcome(candidate)
+        draft_us, outcome = costs.draft_us(candidate), held_out.outcome(candidate)
+        chosen = best_expectation(probe.outcome(candidate), costs, draft_us)
+        expected = expectation(outcome, costs, draft_us, max_drafts=chosen.max_drafts, threshold=chosen.threshold)
         entries[name] = {
-            **expectation(outcome, costs, costs.draft_us(candidate))._asdict(),
+            **expected._asdict(),
             "mean_matched": float(outcome.matched.double().mean()),
             "first_draft_right": float((outcome.matched > 0).double().mean()),
         }

@@ -10,7 +10,7 @@ from specdec_kernels.hf import HFTarget
 from specdec_kernels.training import layer_probe
 from specdec_kernels.training.data import GenerationOptions
 from specdec_kernels.training.generate import Conversation, Limits
-from specdec_kernels.training.layer_costs import BlockCosts, Outcome, expectation, measure_costs
+from specdec_kernels.training.layer_costs import BlockCosts, Outcome, best_expectation, expectation, measure_costs
 from specdec_kernels.training.layer_probe import DraftProbe, SearchOptions, choose_contexts
 from specdec_kernels.training.layer_search import search_layers, search_skip_sets, uniform_plan
 from tests.hf.tiny import VOCAB, tiny_model
@@ -66,13 +66,16 @@ def test_the_expectation_is_the_formula():
     outcome = Outcome(torch.tensor([3, 0]), torch.tensor([[0.9, 0.9, 0.9, 0.1], [0.2, 0.9, 0.9, 0.9]]))
     plan = LayerPlan(skipped_attention=frozenset([0, 1]), skipped_mlp=frozenset([3]))
     assert COSTS.draft_us(plan) == 5 + 20 + 60
-    found = expectation(outcome, COSTS, 10.0)
+    found = best_expectation(outcome, COSTS, 10.0)
     # A threshold between them: 3 drafts and 1; 4 and 1 tokens.
     assert (found.max_drafts, found.tokens_per_step, found.drafts_per_step) == (3, 2.5, 2.0)
     assert 0.2 < found.threshold <= 0.9
     assert found.tokens_per_s == pytest.approx(2.5 / ((3 * 10 + 140 + 10 + 130) / 2) * 1e6)
+    always = expectation(outcome, COSTS, 10.0, max_drafts=4, threshold=0.0)
+    assert (always.tokens_per_step, always.drafts_per_step) == (2.5, 4.0)
+    assert always.tokens_per_s == pytest.approx(2.5 / (4 * 10 + 145) * 1e6)
     # Where a draft costs eight times the model, one is the least evil.
-    assert expectation(outcome, COSTS, 1000.0).max_drafts == 1
+    assert best_expectation(outcome, COSTS, 1000.0).max_drafts == 1
 
 
 def test_costs_are_measured_for_every_block(model):
@@ -116,7 +119,7 @@ def test_the_search_finds_one_of_the_best_of_all_and_goes_on(tmp_path):
     for bits in itertools.product([False, True], repeat=6):
         skipped = [frozenset(i for i in range(3) if bits[first + i]) for first in (0, 3)]
         every = LayerPlan(skipped_attention=skipped[0], skipped_mlp=skipped[1])
-        speeds.append(expectation(small.outcome(every), costs, costs.draft_us(every)).tokens_per_s)
+        speeds.append(best_expectation(small.outcome(every), costs, costs.draft_us(every)).tokens_per_s)
     assert best.tokens_per_s in speeds
     assert sum(speed > best.tokens_per_s for speed in speeds) <= 1, "of 64"
     assert search_layers(small, costs, file, OPTIONS, num_trials=20) == (plan, best, 20), "nothing is left to try"
@@ -149,7 +152,8 @@ def test_from_nothing_to_a_file(tiny, tmp_path, capsys):
     assert (loaded.plan, loaded.max_drafts, loaded.exit_rule) == (drafter.plan, drafter.max_drafts, drafter.exit_rule)
     entry = json.loads((tmp_path / "out" / "layer_skip.json").read_text())
     assert (entry["command"], entry["num_trials"]) == ("the command", 12)
-    assert entry["held_out"]["max_drafts"] >= 1
+    assert entry["held_out"]["max_drafts"] == drafter.max_drafts
+    assert entry["held_out"]["threshold"] == drafter.exit_rule.threshold
     costs = (tmp_path / "work" / "costs.json").read_text()
     search(num_trials=14)
     assert (tmp_path / "work" / "costs.json").read_text() == costs, "a continued search keeps its costs"
