@@ -4,6 +4,7 @@ The objective is the expected tokens/s, from costs that are measured once and fr
 counted: the same skip set has the same value whenever it is tried.
 """
 
+import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -171,6 +172,7 @@ def search_skip_sets(
     Raises:
         ValueError: the work folder holds a search with other options, or too few texts.
     """
+    importlib.import_module("optuna")  # Missing, it is better missed now than after minutes.
     work = Path(work)
     conversations = generate_conversations(
         work, generation, num_tokens=num_tokens, num_slots=num_slots, num_workers=num_workers, device=device

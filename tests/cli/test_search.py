@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -19,3 +20,11 @@ def test_one_command_finds_skip_sets(tmp_path, capsys):
     assert json.loads((out / "layer_skip.json").read_text())["command"].startswith("specdec-kernels search layers")
     assert main([*command, "--contexts", "9"]) == 2
     assert "a search with other options" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_optuna_nothing_is_begun(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert main(["search", "layers", "--out", str(tmp_path / "skips")]) == 2
+    said = "specdec-kernels search: optuna is not installed: pip install 'specdec-kernels[search]'\n"
+    assert capsys.readouterr().err == said
+    assert not any(tmp_path.iterdir())
