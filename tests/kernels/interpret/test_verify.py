@@ -12,7 +12,7 @@ from specdec_kernels.reference import verify as reference
 from specdec_kernels.reference._verify_probs import residual
 from tests.kernels.meter import measure
 from tests.ops.test_verify import CALLS, DEFAULTS, assert_same, make_inputs
-from tests.ops.test_verify_native import uniforms_around
+from tests.ops.test_verify_boundaries import uniforms_around
 from tests.ops.verify_law import Setting
 
 REFERENCE = (reference.verify_chain_ref, reference.verify_tree_ref)
