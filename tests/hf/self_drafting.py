@@ -5,11 +5,14 @@ import torch
 from specdec_kernels.decoding import DecodeStats, RejectionAcceptance, decode
 from specdec_kernels.decoding.randomness import row_seeds
 from specdec_kernels.hf import HFTarget, speculative_generate
+from specdec_kernels.hf.families import FAMILIES
 from tests.decoding.toy import chi_square_excess
 from tests.hf.tiny import VOCAB, tiny_model
 
 LENGTHS = [9, 3, 12, 1]  # some below a window of 6, some past it
 NEW_TOKENS = 14
+# Every family in a ragged batch; one of them alone, too.
+BATCHES = [*((name, LENGTHS) for name in sorted(FAMILIES)), ("llama", [9])]
 LAW_VOCAB, LAW_ROWS, LAW_PROMPT = 5, 8000, (1, 4, 2)
 
 

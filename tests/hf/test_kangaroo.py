@@ -6,12 +6,11 @@ import torch
 from specdec_kernels.decoding import ExitRule
 from specdec_kernels.decoding.drafters import KangarooDrafter, PlainDrafter
 from specdec_kernels.hf import HFTarget
-from specdec_kernels.hf.families import FAMILIES
 from specdec_kernels.modules.kangaroo import KangarooAdapter, Rope, rope_of
 from specdec_kernels.tree import DraftTree
 from tests.decoding.test_loop_law import LIMIT
 from tests.decoding.toy import ToyTarget
-from tests.hf.self_drafting import LENGTHS, NEW_TOKENS, excess, generated, law_model
+from tests.hf.self_drafting import BATCHES, LENGTHS, NEW_TOKENS, excess, generated, law_model
 from tests.hf.tiny import VOCAB, tiny_model
 
 NO_EXIT = ExitRule(threshold=0.0, target_rate=None)
@@ -46,8 +45,7 @@ def llama():
 
 
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("lengths", [[9], LENGTHS], ids=["B1", "B4"])
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize(("model_type", "lengths"), BATCHES, ids=lambda v: v if isinstance(v, str) else f"B{len(v)}")
 def test_text_equals_generate(model_type, lengths, tree):
     model = tiny_model(model_type)
     expected, _ = generated(model, lengths=lengths)
@@ -108,8 +106,7 @@ def test_no_layer_runs_twice_for_a_node(tree, monkeypatch):
     assert tokens == [5 + stats.num_steps * drafter.max_nodes] * 4
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree", "reduced vocabulary"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("kind", "temperature"), [("chain", 1.0), ("tree", 0.7), ("reduced vocabulary", 0.7)])
 def test_sampled_text_has_the_targets_law(kind, temperature):
     rule = ExitRule(threshold=0.3, target_rate=None)
     tree = DraftTree.from_choices([[0], [1], [0, 0], [1, 2]]) if kind == "tree" else None

@@ -8,10 +8,9 @@ import torch
 from specdec_kernels.decoding import ExitRule
 from specdec_kernels.decoding.drafters import LayerSkipDrafter, MedusaDrafter, PlainDrafter
 from specdec_kernels.hf import HFTarget
-from specdec_kernels.hf.families import FAMILIES
 from tests.decoding.test_loop_law import LIMIT
 from tests.decoding.toy import ToyTarget
-from tests.hf.self_drafting import LENGTHS, NEW_TOKENS, excess, generated, law_model
+from tests.hf.self_drafting import BATCHES, LENGTHS, NEW_TOKENS, excess, generated, law_model
 from tests.hf.tiny import tiny_model
 
 NO_EXIT = ExitRule(threshold=0.0, target_rate=None)
@@ -21,8 +20,7 @@ def skipping(attention=(1,), mlp=(1,), max_drafts=4, exit_rule=NO_EXIT):
     return LayerSkipDrafter(attention, mlp, max_drafts=max_drafts, exit_rule=exit_rule)
 
 
-@pytest.mark.parametrize("lengths", [[9], [9, 3, 12, 1]], ids=["B1", "B4"])
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize(("model_type", "lengths"), BATCHES, ids=lambda v: v if isinstance(v, str) else f"B{len(v)}")
 def test_text_equals_generate(model_type, lengths):
     model = tiny_model(model_type)
     expected, _ = generated(model, lengths=lengths)
