@@ -5,7 +5,9 @@ reading them is free, that is on CPU tensors outside compilation. On a GPU a val
 the docstring of each op says what is not checked there.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -79,6 +81,34 @@ def check_no_grad(op: str, **tensors: Tensor | None) -> None:
         for name, tensor in tensors.items():
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 raise RuntimeError(f"{op}: {name} requires grad, but the op has no backward; use torch.no_grad()")
+
+
+def share_elements(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors of one dtype have an element in common; cheap where they lie apart, as is usual.
+
+    Under compilation and tracing, where memory has no address, only whether they are the same object.
+    """
+    if torch.compiler.is_compiling() or not all(type(t) is Tensor and not t.is_meta for t in (one, other)):
+        return one is other
+    (begin, end), (other_begin, other_end) = _span(one), _span(other)
+    if max(begin, other_begin) >= min(end, other_end):
+        return False
+    return not set(_addresses(one)).isdisjoint(_addresses(other))
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return where the elements begin and end in memory."""
+    begin = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return begin, begin
+    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + tensor.element_size() * (steps + 1)
+
+
+def _addresses(tensor: Tensor) -> Iterator[int]:
+    first, size, strides = tensor.data_ptr(), tensor.element_size(), tensor.stride()
+    for index in product(*map(range, tensor.shape)):
+        yield first + size * sum(map(mul, index, strides))
 
 
 def values_readable(*tensors: Tensor | None) -> bool:

@@ -15,6 +15,7 @@ from .._validate import (
     check_no_grad,
     check_shape,
     check_tensor,
+    share_elements,
     values_readable,
 )
 from ..reference.kv_compact import kv_compact_ref, paged_kv_compact_ref
@@ -64,8 +65,8 @@ def kv_compact_(
     Raises:
         TypeError: an argument is no dense tensor (or ``caches`` no list or tuple of them), an index tensor is not
             int32, or a cache has a dtype with a quantizer (``torch.qint8``).
-        ValueError: a shape, device, stride or element size does not fit, or ``new_len`` is ``prefix_len``; on CPU also
-            a path that does not increase, a count above N, or a move outside the capacity.
+        ValueError: a shape, device, stride or element size does not fit, or ``new_len`` shares an element with another
+            index tensor; on CPU also a path that does not increase, a count above N, or a move outside the capacity.
         RuntimeError: a cache requires grad while grad is on.
 
     Example:
@@ -80,7 +81,9 @@ def kv_compact_(
     Why in place is safe: destinations never pass sources, since ``accepted[i] >= i + 1``; see docs/kv_compaction.md.
     """
     op = "kv_compact_"
-    _check_indices(op, accepted, num_accepted, prefix_len, new_len)
+    _check_indices(op, accepted, num_accepted, prefix_len)
+    if new_len is not None:
+        _check_new_len(op, new_len, prefix_len, num_accepted=num_accepted, accepted=accepted)
     batch = accepted.shape[0]
     if isinstance(caches, Tensor):
         check_shape(op, "caches", caches, ("2L", batch, "H", "S", "D"))
@@ -142,10 +145,12 @@ def paged_kv_compact_(
         [1.0, 2.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     """
     op = "paged_kv_compact_"
-    _check_indices(op, accepted, num_accepted, prefix_len, new_len)
+    _check_indices(op, accepted, num_accepted, prefix_len)
     check_shape(op, "block_table", block_table, (accepted.shape[0], "max_pages"))
     check_dtype(op, "block_table", block_table, _INT32)
     check_device(op, "block_table", block_table, accepted.device)
+    if new_len is not None:
+        _check_new_len(op, new_len, prefix_len, num_accepted=num_accepted, accepted=accepted, block_table=block_table)
     if isinstance(caches, Tensor):
         check_shape(op, "caches", caches, ("2L", "pages", "page", "H", "D"))
         _check_memory(op, "caches", caches, accepted.device)
@@ -166,7 +171,7 @@ def paged_kv_compact_(
     ops.paged_kv_compact_.default(caches, block_table, accepted, num_accepted, prefix_len, new_len=new_len)
 
 
-def _check_indices(op: str, accepted: Tensor, num_accepted: Tensor, prefix_len: Tensor, new_len: Tensor | None) -> None:
+def _check_indices(op: str, accepted: Tensor, num_accepted: Tensor, prefix_len: Tensor) -> None:
     check_shape(op, "accepted", accepted, ("B", "N"))
     batch, device = accepted.shape[0], accepted.device
     check_dtype(op, "accepted", accepted, _INT32)
@@ -183,21 +188,17 @@ def _check_indices(op: str, accepted: Tensor, num_accepted: Tensor, prefix_len: 
             check_shape(op, name, tensor, (batch,))
             check_dtype(op, name, tensor, _INT32)
             check_device(op, name, tensor, device)
-    if new_len is not None:
-        _check_new_len(op, new_len, prefix_len)
 
 
-def _check_new_len(op: str, new_len: Tensor, prefix_len: Tensor) -> None:
+def _check_new_len(op: str, new_len: Tensor, prefix_len: Tensor, **others: Tensor) -> None:
     check_shape(op, "new_len", new_len, tuple(prefix_len.shape))
     check_dtype(op, "new_len", new_len, _INT32)
     check_device(op, "new_len", new_len, prefix_len.device)
     if len(prefix_len) > 1 and new_len.stride(0) == 0:
         raise ValueError(f"{op}: new_len must not be expanded, got strides {new_len.stride()}")
-    same = new_len is prefix_len
-    if not torch.compiler.is_compiling() and type(new_len) is Tensor and len(prefix_len):
-        same = new_len.data_ptr() == prefix_len.data_ptr()
-    if same:
-        raise ValueError(f"{op}: new_len must have memory of its own, got that of prefix_len")
+    for name, tensor in {"prefix_len": prefix_len, **others}.items():
+        if share_elements(new_len, tensor):
+            raise ValueError(f"{op}: new_len must have memory of its own, got that of {name}")
 
 
 def _check_caches(

@@ -158,6 +158,34 @@ def test_rejects(make, kind, message, paged) -> None:
         assert torch.equal(have, want)
 
 
+def shared_memory(name, arguments):
+    """Let an argument and ``new_len`` have one element in common; return the arguments and ``new_len``."""
+    arguments = list(arguments)
+    place = {"block_table": 1, "accepted": -3, "num_accepted": -2, "prefix_len": -1}[name]
+    values, count = arguments[place], arguments[place].numel()
+    storage = torch.zeros(count + 2, dtype=torch.int32)
+    arguments[place] = storage[:count].view(values.shape).copy_(values)
+    return arguments, storage[count - 1 :]
+
+
+@pytest.mark.parametrize(
+    ("paged", "name"),
+    [(paged, name) for paged in (False, True) for name in ("accepted", "num_accepted", "prefix_len")]
+    + [(True, "block_table")],
+)
+def test_rejects_memory_of_the_inputs(name, paged) -> None:
+    """The last element of the argument is the first of ``new_len``; lengths side by side in one buffer are fine."""
+    compact, arguments, _ = make_call(paged, "cpu")
+    arguments, new_len = shared_memory(name, arguments)
+    with pytest.raises(
+        ValueError, match=f"^{compact.__name__}: new_len must have memory of its own, got that of {name}$"
+    ):
+        compact(*arguments, new_len=new_len)
+    both = torch.stack([arguments[-1], new_len], dim=1)
+    compact(*arguments[:-1], both[:, 0], new_len=both[:, 1])
+    assert torch.equal(both[:, 1], both[:, 0] + 1 + arguments[-2])
+
+
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16, 64, 256])
 def test_many_random_trees(page_size, backend, device) -> None:
     """200 topological trees of 2 to 41 nodes, each in a cache whose every byte counts, dense and in shuffled pages."""
