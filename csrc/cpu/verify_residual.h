@@ -162,21 +162,25 @@ class Residual {
     for (const double x : blocks_) total += x;
     const double level = std::min(u * total, std::nextafter(total, 0.0));
     double before = 0;
-    int64_t last = 0;
     std::vector<double> w(std::min(kBlock, law_.size()));
-    const int64_t num_blocks = static_cast<int64_t>(blocks_.size());
-    for (int64_t b = 0; b < num_blocks; before += blocks_[b++]) {
-      if (!(blocks_[b] > 0) || (before + blocks_[b] <= level && !is_last(b))) continue;
+    int64_t b = 0;
+    for (; b < law_.num_blocks(); before += blocks_[b++]) {
+      if (before + blocks_[b] <= level) continue;
       weights(b * kBlock, law_.block_size(b), draft, w.data());
       double cumulative = before;
       for (int64_t i = 0; i < law_.block_size(b); ++i) {
-        if (!(w[i] > 0)) continue;
         cumulative += w[i];
-        last = b * kBlock + i;
-        if (cumulative > level) return last;
+        if (w[i] > 0 && cumulative > level) return b * kBlock + i;
       }
     }
-    return last;
+    // Rounding put the level behind all ids: a sum from which weights were subtracted is not that of the others.
+    while (b-- > 0) {
+      weights(b * kBlock, law_.block_size(b), draft, w.data());
+      for (int64_t i = law_.block_size(b); i-- > 0;) {
+        if (w[i] > 0) return b * kBlock + i;
+      }
+    }
+    return 0;
   }
 
  private:
@@ -186,13 +190,6 @@ class Residual {
     double q_scale;  // of those of q
     size_t removed;  // ids that q has lost by then
   };
-
-  bool is_last(int64_t b) const {
-    for (size_t i = b + 1; i < blocks_.size(); ++i) {
-      if (blocks_[i] > 0) return false;
-    }
-    return true;
-  }
 
   void weights(int64_t first, int64_t count, const Draft& draft, double* out) const {
     law_.weights(first, count, out);

@@ -21,8 +21,10 @@ def limited_isa(level: str) -> Iterator[None]:
     """Limit native kernels to one instruction set."""
     native = _native.native_module()
     native.limit_isa(level)
-    yield
-    native.limit_isa("")
+    try:
+        yield
+    finally:
+        native.limit_isa("")
 
 
 SKIPPED = [pytest.param("", marks=pytest.mark.skip(reason=f"_C: {_native.load_errors['_C']}"))]

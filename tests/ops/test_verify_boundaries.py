@@ -77,3 +77,16 @@ def test_boundary_in_a_small_residual(isa):
         u = torch.stack([u, u * 0 + 1 - 2.0**-24])[None]
         result = verify_chain(torch.tensor([[30_000]]), p, q, torch.ones(1), u)
         assert result.output_ids.tolist() == [[token, -1]]
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("last", [-1.0, -3.0, -6.0])
+def test_uniform_next_to_one_behind_a_rejected_last_id(isa, block, last):
+    """Id 7000, alone in its block of ids, was rejected: what subtraction leaves of the block's sum is no id's."""
+    logits = torch.full((20, 2, 8192), -torch.inf)
+    logits[..., 5] = 0
+    logits[..., 7000] = last + torch.arange(20)[:, None] / 7
+    drafts = torch.full((20, 1), 7000)
+    uniforms = torch.full((20, 2), 1 - 2.0**-53, dtype=torch.float64)
+    result = verify_chain(drafts, logits, None, torch.ones(20), uniforms, block=block)
+    assert result.output_ids.tolist() == [[5, -1]] * 20
