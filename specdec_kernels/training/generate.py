@@ -132,6 +132,9 @@ class _SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.slots.capacity
 
+    # The name before 5.20.
+    get_max_cache_shape = get_max_length
+
 
 class _SlotCache(Cache):
     """A KV cache whose rows have their own lengths and are refilled one at a time."""
