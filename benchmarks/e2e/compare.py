@@ -3,6 +3,7 @@
     python -m benchmarks.e2e.compare --dtype bfloat16 --batch-size 1
     python -m benchmarks.e2e.compare --dtype float32 --batch-size 4 --prompts FILE
     python -m benchmarks.e2e.compare --drafter plain medusa --without-generate
+    python -m benchmarks.e2e.compare --drafter plain medusa --prepare
 
 Prompts are JSON lines in the format of Spec-Bench: ``question_id``, ``task``, ``turns`` (the first turn is used).
 Every text is compared with that of ``model.generate`` and, when ``plain`` is among the drafters, with that of our own
@@ -12,6 +13,7 @@ zero or a few is a tie that rounding decides.
 """
 
 import argparse
+import copy
 import json
 import math
 import os
@@ -30,6 +32,7 @@ from benchmarks.harness import RESULTS
 from benchmarks.machine import describe_machine
 from specdec_kernels.cli import _drafters
 from specdec_kernels.hf.load import PACKAGED_MODEL, load_model, load_tokenizer
+from specdec_kernels.hf.prepare import prepare
 
 OWN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 # A plain run whose two candidates lie this close, in bf16 units in the last place, is decided by rounding.
@@ -133,7 +136,8 @@ def run_all(args, model, tokenizer) -> list[Row]:
     questions = read_prompts(args.prompts, args.limit)
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     names = args.drafter if args.without_generate else ["generate", *args.drafter]
-    providers = {name: provider(name, model, args) for name in names}
+    fast = prepare(copy.deepcopy(model)) if args.prepare else model
+    providers = {name: provider(name, fast if name in OURS else model, args) for name in names}
     random.seed(0)
     warm_up = [{"question_id": 0, "task": "warm-up"}] * args.batch_size
     compare_batch(model, providers, encode(tokenizer, ["Hello"] * args.batch_size), warm_up, options)
@@ -209,7 +213,8 @@ def geometric(values: list[float]) -> float:
 def result_file(args) -> Path:
     """Return this machine's result file of such a run."""
     folder = RESULTS / describe_machine(torch.device("cpu")).slug
-    return folder / f"e2e_{'_'.join(args.drafter)}_{args.dtype}_b{args.batch_size}.jsonl"
+    names = "_".join([*args.drafter, *(["prepared"] if args.prepare else [])])
+    return folder / f"e2e_{names}_{args.dtype}_b{args.batch_size}.jsonl"
 
 
 def read_rows(args) -> list[Row]:
@@ -254,6 +259,7 @@ def main() -> int:
         help=f"one or more of {', '.join((*OURS, *THEIRS))}",
     )
     parser.add_argument("--without-generate", action="store_true", help="only our own plain decoding as a standard")
+    parser.add_argument("--prepare", action="store_true", help="ours decode with a prepared copy of the model")
     parser.add_argument("--model", default=PACKAGED_MODEL)
     _drafters.add_arguments(parser)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<device>/e2e_*.jsonl")

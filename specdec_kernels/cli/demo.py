@@ -1,5 +1,6 @@
 """``specdec-kernels demo``: decode a few prompts plainly and speculatively on this machine, and compare."""
 
+import copy
 import time
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling, when the temperature is above 0")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--device", type=device, default="cpu", help="cpu or cuda")
+    parser.add_argument("--prepare", action="store_true", help="speculate on a prepared copy (bfloat16, CPU)")
 
 
 def run(args) -> int:
@@ -56,18 +58,28 @@ def run(args) -> int:
 
     logging.disable_progress_bar()
     _drafters.check(args.drafter, args)
+    if args.prepare and (args.dtype != "bfloat16" or args.device.type != "cpu"):
+        raise SystemExit("--prepare needs --dtype bfloat16 and --device cpu")
     print(f"loading {args.model} ({args.dtype}) ...", flush=True)
     model = load_model(args.model, dtype=getattr(torch, args.dtype), device=args.device)
     tokenizer = load_tokenizer(args.model)
     drafter = _drafters.make(args.drafter, args, model)
-    _decode_both(model, drafter, _encode(tokenizer, "Hello"), args, None, max_new_tokens=8)
+    models = model, _prepared_copy(model) if args.prepare else model
+    _decode_both(models, drafter, _encode(tokenizer, "Hello"), args, None, max_new_tokens=8)
     comparisons, stats = [], None
     for prompt in args.prompt or PROMPTS:
         print(f"\n> {prompt}\n", flush=True)
-        comparison, stats = _decode_both(model, drafter, _encode(tokenizer, prompt), args, tokenizer, stats=stats)
+        comparison, stats = _decode_both(models, drafter, _encode(tokenizer, prompt), args, tokenizer, stats=stats)
         comparisons.append(comparison)
     _print_table(comparisons, stats, drafter, sampled=args.temperature > 0)
     return 0
+
+
+def _prepared_copy(model):
+    """Return a prepared copy, so that plain decoding stays what it is without."""
+    from ..hf.prepare import prepare
+
+    return prepare(copy.deepcopy(model))
 
 
 def _encode(tokenizer, prompt: str) -> dict[str, torch.Tensor]:
@@ -79,8 +91,11 @@ def _encode(tokenizer, prompt: str) -> dict[str, torch.Tensor]:
     )
 
 
-def _decode_both(model, drafter, inputs, args, tokenizer, *, stats=None, max_new_tokens=None):
-    """Decode a prompt plainly, then speculatively with the text streaming when a tokenizer is given."""
+def _decode_both(models, drafter, inputs, args, tokenizer, *, stats=None, max_new_tokens=None):
+    """Decode a prompt plainly with the first model, then speculatively with the second one.
+
+    The speculative text streams when a tokenizer is given.
+    """
     from transformers import TextStreamer
 
     from ..decoding.stats import DecodeStats
@@ -92,11 +107,12 @@ def _decode_both(model, drafter, inputs, args, tokenizer, *, stats=None, max_new
         options["temperature"] = args.temperature
     stats = stats or DecodeStats()
     torch.manual_seed(args.seed)
+    model, fast = models
     plain_s, plain = _timed(lambda: model.generate(**inputs, **options), args.device)
     options |= {"custom_generate": speculative_generate, "drafter": drafter, "stats": stats, "seed": args.seed}
     if tokenizer is not None:
         options["token_streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    speculative_s, ours = _timed(lambda: model.generate(**inputs, **options), args.device)
+    speculative_s, ours = _timed(lambda: fast.generate(**inputs, **options), args.device)
     prompt_len = inputs["input_ids"].shape[1]
     return Comparison(plain[0, prompt_len:].tolist(), ours[0, prompt_len:].tolist(), plain_s, speculative_s), stats
 

@@ -1,5 +1,6 @@
 """The packaged model, a true Llama: loading it, greedy decoding through the target, and the bits of bf16."""
 
+import copy
 import importlib.metadata
 from functools import partial
 
@@ -19,6 +20,7 @@ from specdec_kernels.decoding.drafters import (
 from specdec_kernels.decoding.exits import ExitRule
 from specdec_kernels.hf.generate import generate
 from specdec_kernels.hf.load import load_model, load_tokenizer
+from specdec_kernels.hf.prepare import prepare
 from specdec_kernels.hf.target import HFTarget
 from specdec_kernels.training.kangaroo import AdapterOptions, fresh_adapter
 from specdec_kernels.tree import DraftTree
@@ -161,6 +163,17 @@ def test_bf16_speculation_has_the_bits_of_plain_decoding(bf16_model, prompts, ro
             plain.sequences[:, :length], torch.tensor([length], dtype=torch.int32)
         )
         assert torch.equal(output.logits[:, 0].float(), plain.logits[count])
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_prepared_speculation_has_the_bits_of_plain_decoding(bf16_model, prompts, row):
+    model = prepare(copy.deepcopy(bf16_model))
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    inputs = {"input_ids": prompts[row], "attention_mask": torch.ones_like(prompts[row])}
+    plain = generate(model, **inputs, drafter=None, **options)
+    ours = generate(model, **inputs, drafter=MedusaDrafter.from_pretrained(SHIPPED_HEADS, model), **options)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert torch.equal(torch.stack(ours.logits), torch.stack(plain.logits))
 
 
 SELF_DRAFTING = {
