@@ -68,7 +68,8 @@ def medusa_project(
             reading of the weight. Needs a shared ``w_out``.
 
     All in hidden's dtype, any strides but 1 in the last dimension. Each product is summed in fp32 or better; the
-    state after each layer and the logits are rounded to the dtype.
+    state after each layer and the logits are rounded to the dtype. Outside the CPU so is what goes into SiLU: where
+    that leaves the range of fp16, the state is NaN.
 
     Returns:
         ``(B, M, V)`` in hidden's dtype. Head *i*, counted from 0, predicts the token *i + 2* places after the position
