@@ -148,6 +148,18 @@ def test_rows_do_not_depend_on_their_number(shape, family):
             assert torch.equal(y.reshape(-1, 64), layer(many)[: x.numel() // 64])
 
 
+def test_a_lone_row_is_never_multiplied_alone(monkeypatch):
+    layer = prepare(bf16_model()).model.layers[0].mlp.down_proj
+    multiply, rows = torch.ops.mkldnn._linear_pointwise, []
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_linear_pointwise", lambda x, *more: rows.append(x.numel() // 48) or multiply(x, *more)
+    )
+    with torch.no_grad():
+        for shape in ((48,), (1, 1, 48), (2, 1, 48)):
+            assert layer(torch.ones(shape).bfloat16()).shape == (*shape[:-1], 64)
+    assert rows == [2, 2, 2]
+
+
 def test_before_and_after_casting_are_the_same(tokens):
     late = prepare(bf16_model())
     early = prepare(tiny_model())
