@@ -67,13 +67,19 @@ def choose_plan(
     tiles = parameters.get(kind, {}).get(str(_common.block(max(head_dim, v_dim, 64))))
     if tiles is None:
         return None
-    tile = next(t for t in tiles if num_rows <= t.get("max_rows", num_rows))
+    tile = fitting_tile(tiles, num_rows, v_dim)
     options = {n: tile[n] for n in ("num_warps", "num_stages", "maxnreg") if n in tile} | MERGE_OPTIONS
     rows = min(num_rows, tile["block_m"])
     min_split_len = max(tile["block_n"], _worthwhile_len(rows, head_dim, v_dim, cache_dtype.itemsize))
     blocks = _common.block(head_dim), _common.block(v_dim)
     limits = min_split_len, device.num_multiprocessors
     return Plan(tile["block_m"], tile["block_n"], *limits, precision, *blocks, v_dim, options)
+
+
+def fitting_tile(tiles: list[dict], num_rows: int, v_dim: int) -> dict:
+    """Return the first tile of an entry of the launch parameters that may serve so many rows and values so long."""
+    limits = {"max_rows": num_rows, "max_v_dim": v_dim}
+    return next(tile for tile in tiles if all(size <= tile.get(name, size) for name, size in limits.items()))
 
 
 def _worthwhile_len(num_rows: int, head_dim: int, v_dim: int, itemsize: int) -> int:
