@@ -32,9 +32,9 @@ class Plan:
         return self.block_m, self.block_n, self.block_d, self.block_dv
 
     @property
-    def merge_constants(self) -> tuple[int, int, int, int]:
-        """Return the constants of the kernel that merges splits."""
-        return self.v_dim, self.block_n, _MERGED_AT_ONCE, self.block_dv
+    def merge_arguments(self) -> tuple[int, int, int, int]:
+        """Return the last arguments of the kernel that merges splits."""
+        return self.block_n, self.v_dim, _MERGED_AT_ONCE, self.block_dv
 
     def num_splits(self, max_keys: int, num_tiles: int) -> int:
         """Return into how many ranges the keys of one batch row may be split.

@@ -51,13 +51,13 @@ def visible_words(mask_ptr, nodes, ok, first, num_words):
 
 
 @triton.jit
-def split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N: tl.constexpr):
+def split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, block_n):
     """Return the first key that a batch row needs, how many tiles of keys, and in how many splits they are taken."""
     first = tl.zeros_like(prefix_len)
     if window is not None:
-        first = tl.maximum(prefix_len + 1 - window, 0) // BLOCK_N * BLOCK_N
+        first = tl.maximum(prefix_len + 1 - window, 0) // block_n * block_n
     num_keys = prefix_len + num_nodes - first
-    num_tiles = tl.cdiv(num_keys, BLOCK_N)
+    num_tiles = tl.cdiv(num_keys, block_n)
     split_len = min_split_len * tl.where(num_keys < 1024, 5, 1)  # as in Plan.num_splits
     wanted = tl.minimum(tl.maximum(num_keys // split_len, 1), num_splits)
     return first, num_tiles, tl.minimum(wanted, num_tiles)
@@ -144,7 +144,7 @@ def accumulate(acc, total, peak, scores, v, dtype: tl.constexpr, PRECISION: tl.c
     return acc, total, new_peak
 
 
-@triton.jit(do_not_specialize=["prefix_len_ptr", "window", "num_nodes", "num_splits", "min_split_len"])
+@triton.jit(do_not_specialize=["prefix_len_ptr", "window", "num_nodes", "num_splits", "min_split_len", "block_n"])
 def merge_splits_kernel(
     partial_ptr,
     partial_lse_ptr,
@@ -155,14 +155,14 @@ def merge_splits_kernel(
     num_nodes: tl.int32,
     num_splits: tl.int32,
     min_split_len: tl.int32,
+    block_n: tl.int32,  # of the attention kernel
     DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # of the attention kernel
     BLOCK_S: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
     row, num_rows, batch = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     prefix_len = tl.load(prefix_len_ptr + batch)
-    _, _, num_active = split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, BLOCK_N)
+    _, _, num_active = split_keys(prefix_len, num_nodes, window, num_splits, min_split_len, block_n)
     if num_active == 1:  # the attention kernel wrote the result itself
         return
     dims = tl.arange(0, BLOCK_DV)

@@ -229,7 +229,7 @@ def _attend(
         grid = num_row_tiles * num_splits, num_kv_heads, batch
         _launch_attention(grid, plan, (q, k_cache, v_cache), (table, tree_mask, prefix_len), vectors, results, numbers)
         if num_splits > 1:
-            args = *results[2:], prefix_len, out, lse, *numbers[2:], *plan.merge_constants
+            args = *results[2:], prefix_len, out, lse, *numbers[2:], *plan.merge_arguments
             grid = num_nodes * num_q_heads, batch, 1
             launch(merge_splits_kernel, grid, args, MERGE_OPTIONS, (plan, window is None))
     return out, lse

@@ -11,6 +11,7 @@ from specdec_kernels.hf.target import HFTarget
 from specdec_kernels.testing import random_parents
 from specdec_kernels.tree.mask import depths_from_mask, mask_from_parents
 
+from .half_precision import equal_bits
 from .test_generate import BATCHES, medusa, oracle
 from .tiny import VOCAB, tiny_model
 
@@ -50,6 +51,7 @@ def dtype(request):
     return request.param
 
 
+@equal_bits
 @pytest.mark.parametrize("family", DENSE)
 def test_prompts_chains_and_trees_give_the_bits_of_single_steps(family, dtype, monkeypatch):
     model = tiny_model(family).to(dtype)
@@ -68,6 +70,7 @@ def test_prompts_chains_and_trees_give_the_bits_of_single_steps(family, dtype, m
         assert torch.equal(branches[path], one_by_one(model, torch.cat([tokens[:8], nodes[path]]))[8:])
 
 
+@equal_bits
 @pytest.mark.parametrize("family", ["gemma2", "llama"])
 def test_layers_run_one_node_at_a_time_give_the_bits_of_whole_steps(family, dtype):
     """What self-speculation does: the first layers while drafting, the others for all nodes at once."""
@@ -106,6 +109,7 @@ def test_a_twin_has_the_ancestors_of_the_last_node(num_nodes):
     assert torch.equal(twins, expected)
 
 
+@equal_bits
 @pytest.mark.parametrize("family", ["gemma2", "llama", "qwen3"])
 def test_batches_give_the_bits_of_single_rows(family, dtype):
     model = tiny_model(family).to(dtype)
@@ -119,6 +123,7 @@ def test_batches_give_the_bits_of_single_rows(family, dtype):
         assert torch.equal(step.logits[row, 0], alone[-1])
 
 
+@equal_bits
 @pytest.mark.parametrize("batch", BATCHES)
 def test_texts_and_logits_are_those_of_plain_decoding(dtype, batch):
     model = tiny_model("llama", initializer_range=0.5).to(dtype)

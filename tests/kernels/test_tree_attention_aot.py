@@ -67,6 +67,8 @@ def test_fits(architecture: str, case: Case) -> None:
 @pytest.mark.parametrize("architecture", _aot.ARCHITECTURES)
 def test_every_configuration_fits(architecture: str, with_options: bool) -> None:
     """Every entry of the launch parameters, for every kind of cache: ten minutes of processor time in all."""
+    if architecture == "gfx942" and triton.__version__.startswith("3.6."):
+        pytest.skip("Triton 3.6 keeps 20 to 28 bytes of scratch memory in some tiles on gfx942, later ones do not")
     cases = [case for case in tree_attention_cases() if case.with_options == with_options]
     wrong = []
     for _, one, kernels in compile_cases([(architecture, one) for one in cases], os.cpu_count() or 1):
