@@ -221,11 +221,12 @@ def medusa_project_topk_triton(
         keys = hidden.new_empty(batch, num_heads, split.count, k, dtype=key_dtype)
         split_lse = hidden.new_empty(batch, num_heads, split.count, dtype=torch.float32)
         _project(x, w_out, keys, split_lse, split, k)
+        slots = max(2, triton.next_power_of_2(k))  # Triton 3.6 cannot reduce one row to its greatest key
         _merge_topk_kernel[(batch * num_heads,)](
             *(keys, split_lse, vocab_map, values, ids, lse, split.count, split.length, k),
             0 if vocab_map is None else vocab_map.stride(0),
-            *(triton.next_power_of_2(k), hidden.dtype == torch.bfloat16),
-            min(_MERGED_AT_ONCE, triton.next_power_of_2(split.count * k)),
+            *(slots, hidden.dtype == torch.bfloat16),
+            max(slots, min(_MERGED_AT_ONCE, triton.next_power_of_2(split.count * k))),
             num_warps=8,
             enable_fp_fusion=True,
         )
