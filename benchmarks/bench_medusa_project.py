@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from specdec_kernels.reference.medusa_project import medusa_project_topk_ref
 
 from .cases import MODELS
 from .harness import Cost, Result
-from .memory import peak_extra_bytes
+from .memory import describe_peak
 
 OP = "medusa_project"
 OURS = ("specdec_kernels",)
@@ -147,7 +147,8 @@ def notes(results: list[Result], device: torch.device) -> str:
         median = {result.provider: result.median_us for result in results if result.case == case_id}
         ours, case = median["specdec_kernels"], CASES[case_id]
         inputs = make_inputs(case, device)
-        memory = [_memory(providers(case)[name], inputs, device) for name in ("specdec_kernels", "one_product")]
+        runs = [providers(case)[name] for name in ("specdec_kernels", "one_product")]
+        memory = [describe_peak(partial(run, inputs), device) for run in runs]
         logits = 2 * case.batch * NUM_HEADS * case.vocab / 1e6
         lines.append(
             f"{case_id:24} {median['head_loop'] / ours:5.2f} times as fast as the loop, "
@@ -155,9 +156,3 @@ def notes(results: list[Result], device: torch.device) -> str:
             f"one product {memory[1]}; all logits are {logits:.2f} MB"
         )
     return "\n".join(lines)
-
-
-def _memory(run: Callable[[Inputs], list[Tensor]], inputs: Inputs, device: torch.device) -> str:
-    run(inputs)
-    peak = peak_extra_bytes(lambda: run(inputs), device)
-    return "unknown" if peak is None else f"{peak / 1e6:.2f} MB"

@@ -14,7 +14,7 @@ from specdec_kernels import verify_chain
 from specdec_kernels.reference.verify import verify_chain_ref
 
 from .harness import Cost, Result
-from .memory import peak_extra_bytes
+from .memory import describe_peak
 
 OP = "verify"
 OURS = ("specdec_kernels", "read_once")
@@ -127,15 +127,10 @@ def notes(results: list[Result], device: torch.device) -> str:
         median = {result.provider: result.median_us for result in results if result.case == case_id}
         ours, case = median["specdec_kernels"], CASES[case_id]
         inputs = make_inputs(case, device)
-        memory = [_memory(providers(case)[name], inputs, device) for name in ("specdec_kernels", "composite")]
+        runs = [providers(case)[name] for name in ("specdec_kernels", "composite")]
+        memory = [describe_peak(partial(run, inputs), device) for run in runs]
         lines.append(
             f"{case_id:17} {median['composite'] / ours:5.1f} times as fast as the composite, "
             f"{ours / median['read_once']:4.1f} times one reading; peak extra memory {memory[0]}, composite {memory[1]}"
         )
     return "\n".join(lines)
-
-
-def _memory(run: Callable[[Inputs], list[Tensor]], inputs: Inputs, device: torch.device) -> str:
-    run(inputs)
-    peak = peak_extra_bytes(lambda: run(inputs), device)
-    return "unknown" if peak is None else f"{peak / 1e6:.2f} MB"

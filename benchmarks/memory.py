@@ -33,6 +33,13 @@ def peak_extra_bytes(run: Callable[[], Any], device: torch.device) -> int | None
     return max(0, _status_bytes("VmHWM") - before)
 
 
+def describe_peak(run: Callable[[], Any], device: torch.device) -> str:
+    """Return `peak_extra_bytes` of a call for reading, in MB; the call is made once before."""
+    run()
+    peak = peak_extra_bytes(run, device)
+    return "unknown" if peak is None else f"{peak / 1e6:.2f} MB"
+
+
 def _status_bytes(key: str) -> int:
     found = re.search(rf"^{key}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
     assert found is not None, key
