@@ -1,6 +1,5 @@
 """Train a Kangaroo adapter on a frozen backbone, from nothing but the model."""
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from .sequences import LiveStates, SequenceBatch, SequenceStates, split, store_s
 from .trainer import Trainer, TrainerOptions
 
 KINDS = ("layer", "attention")
+PARTS = ("soft", "hard")  # of the loss
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,9 @@ def train_adapter(
         return {"held_out_top1": [row[0] for row in agreement.accuracies()]}
 
     loss_of = AdapterLoss(adapter, lm_head_weight.detach(), states, options)
-    trainer = Trainer(adapter, loss_of, training, trainer_options, folder, evaluate=evaluate, task=asdict(options))
+    trainer = Trainer(
+        adapter, loss_of, training, trainer_options, folder, evaluate=evaluate, task=asdict(options), parts=PARTS
+    )
     trainer.run()
     return trainer
 
@@ -196,7 +198,7 @@ def train_kangaroo(
     """Make the data, cache the hidden states, train, measure, and save; each stage goes on where it stopped.
 
     Args:
-        out: folder of the result: weights, ``config.json``, ``accuracy.json``, ``training_curve.jsonl``.
+        out: folder of the result: weights, ``config.json``, ``accuracy.json``, ``training_curve.jsonl`` and ``.svg``.
         work: folder of the data, the cached states and the checkpoints; may be deleted afterwards.
         generation: model, prompts and sampling.
         options, trainer_options: what and how to train.
@@ -233,7 +235,7 @@ def train_kangaroo(
     adapter.metadata = {"base_model_name_or_path": base_model_name(generation.model)}
     adapter = adapter.to(weight.dtype).requires_grad_(False)
     adapter.save_pretrained(out)
-    shutil.copy(trainer.curve, out / "training_curve.jsonl")
+    trainer.copy_curve(out)
     report = _measure(adapter, weight, states)
     save_accuracies(out / "accuracy.json", **report, **asdict(options), model=base_model_name(generation.model),
                     command=command)  # fmt: skip

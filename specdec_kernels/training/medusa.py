@@ -1,6 +1,5 @@
 """Train Medusa heads on a frozen backbone (Medusa-1), from nothing but the model."""
 
-import shutil
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -106,7 +105,7 @@ def train_medusa(
     """Make the data, cache the hidden states, train, measure, and save; each stage goes on where it stopped.
 
     Args:
-        out: folder of the result: weights, ``config.json``, ``accuracy.json``, ``training_curve.jsonl``.
+        out: folder of the result: weights, ``config.json``, ``accuracy.json``, ``training_curve.jsonl`` and ``.svg``.
         work: folder of the data, the cached states and the checkpoints; may be deleted afterwards.
         generation: model, prompts and sampling.
         options, trainer_options: what and how to train.
@@ -141,7 +140,7 @@ def train_medusa(
     heads.metadata = {"base_model_name_or_path": base_model_name(generation.model)}
     heads = heads.to(lm_head_weight.dtype).requires_grad_(False)
     heads.save_pretrained(out)
-    shutil.copy(trainer.curve, out / "training_curve.jsonl")
+    trainer.copy_curve(out)
     report = _measure(heads, lm_head_weight, states)
     save_accuracies(out / "accuracy.json", **report, model=base_model_name(generation.model), command=command)
     print(format_accuracies(report["accuracies"], report["num_labels"]))

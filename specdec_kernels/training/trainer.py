@@ -3,14 +3,18 @@
 import json
 import math
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from .curve import NAME as CURVE
+from .curve import append_entry, draw_curve, read_entries
 
 
 @dataclass(frozen=True)
@@ -76,15 +80,17 @@ class Trainer:
         loss_of: given row numbers ``(n,)`` returns the loss and further numbers ``(…,)`` for the curve.
         rows: row numbers to train on.
         options: how to optimise.
-        folder: gets ``checkpoint.pt`` and ``training_curve.jsonl``; a checkpoint that is there is continued.
+        folder: gets ``checkpoint.pt``, ``training_curve.jsonl`` and its picture, ``training_curve.svg``; a checkpoint
+            that is there is continued.
         evaluate: called at every checkpoint; what it returns goes to the curve.
         task: what else decides the result (numbers and texts); a checkpoint of another task is not continued.
+        parts: names of the further numbers, for the picture; by default ``head 1``, ``head 2``, ….
     """
 
     def __init__(
         self, module: nn.Module, loss_of: Callable[[Tensor], tuple[Tensor, Tensor]], rows: Tensor,
         options: TrainerOptions, folder: str | Path, *, evaluate: Callable[[], dict] | None = None,
-        task: dict | None = None,
+        task: dict | None = None, parts: Sequence[str] = (),
     ):  # fmt: skip
         self.module, self.loss_of, self.options, self.evaluate = module, loss_of, options, evaluate
         self.folder = Path(folder)
@@ -97,7 +103,8 @@ class Trainer:
         self.step = 0
         self.seconds = 0.0
         self.window: list[list[float]] = []
-        self.curve = self.folder / "training_curve.jsonl"
+        self.parts = parts
+        self.curve = self.folder / f"{CURVE}.jsonl"
         self.checkpoint = self.folder / "checkpoint.pt"
 
     def run(self, stop_after: int | None = None) -> None:
@@ -135,18 +142,14 @@ class Trainer:
     def _log(self) -> float:
         loss, *numbers = (sum(column) / len(column) for column in zip(*self.window, strict=True))
         rate = learning_rate(self.step - 1, self.num_steps, self.options)
-        self._append({"step": self.step, "loss": loss, "head_losses": numbers, "lr": rate, "seconds": self.seconds})
+        entry = {"step": self.step, "loss": loss, "head_losses": numbers, "lr": rate, "seconds": self.seconds}
+        append_entry(self.curve, entry)
         self.window = []
         return loss
 
-    def _append(self, entry: dict) -> None:
-        rounded = {k: _rounded(v) for k, v in entry.items()}
-        with open(self.curve, "a", encoding="utf-8") as file:
-            file.write(json.dumps(rounded) + "\n")
-
     def _save(self) -> None:
         if self.evaluate is not None:
-            self._append({"step": self.step, **self.evaluate()})
+            append_entry(self.curve, {"step": self.step, **self.evaluate()})
         state = {
             "step": self.step, "seconds": self.seconds, "window": self.window, "identity": self.identity,
             "module": self.module.state_dict(), "optimizer": self.optimizer.state_dict(),
@@ -154,6 +157,7 @@ class Trainer:
         temporary = self.checkpoint.with_suffix(".tmp")
         torch.save(state, temporary)
         os.replace(temporary, self.checkpoint)
+        draw_curve(self.curve, self.parts)
 
     def _resume(self) -> None:
         if self.step or not self.checkpoint.exists():
@@ -167,18 +171,9 @@ class Trainer:
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds, self.window = state["step"], state["seconds"], state["window"]
-        kept = [line for line in self._curve_lines() if line["step"] <= self.step]
-        self.curve.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        kept = [entry for entry in read_entries(self.curve) if entry["step"] <= self.step]
+        self.curve.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
 
-    def _curve_lines(self) -> Iterable[dict]:
-        for line in self.curve.read_text().splitlines() if self.curve.exists() else ():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
-
-
-def _rounded(value):
-    if isinstance(value, list):
-        return [_rounded(v) for v in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    def copy_curve(self, folder: Path) -> None:
+        """Put the curve and its picture into a folder."""
+        draw_curve(Path(shutil.copy(self.curve, folder)), self.parts)

@@ -35,7 +35,8 @@ def test_two_commands_make_heads_and_their_tree(tiny, tmp_path, capsys):
     assert tree.max_depth <= 3
     assert json.loads((out / "accuracy.json").read_text())["command"].startswith("specdec-kernels ")
     assert {p.name for p in out.iterdir()} == {
-        *("medusa_lm_head.safetensors", "config.json", "accuracy.json", "training_curve.jsonl", "tree.json")
+        *("medusa_lm_head.safetensors", "config.json", "accuracy.json", "training_curve.jsonl", "tree.json"),
+        "training_curve.svg",
     }
 
 
@@ -58,7 +59,8 @@ def test_one_command_makes_an_adapter(tiny, tmp_path, capsys):
     found = json.loads((out / "accuracy.json").read_text())
     assert (found["kind"], found["alpha"], found["draft_vocab"], found["exit_layer"]) == ("attention", 0.2, 20, 1)
     assert {p.name for p in out.iterdir()} == {
-        *("model.safetensors", "config.json", "accuracy.json", "training_curve.jsonl")
+        *("model.safetensors", "config.json", "accuracy.json", "training_curve.jsonl"),
+        "training_curve.svg",
     }
     assert main([*command, "--exit-layer", "9"]) == 2
     assert "exit_layer must be in [1, 1], got 9" in capsys.readouterr().err.splitlines()[-1]

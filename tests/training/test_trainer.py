@@ -56,6 +56,7 @@ def test_training_lowers_the_loss_and_writes_the_curve(tmp_path):
     assert [line["step"] for line in losses] == [4, 8, 12, 16, 18]
     assert [line["step"] for line in lines if "held_out" in line] == [3, 6, 9, 12, 15, 18]
     assert losses[-1]["loss"] < losses[0]["loss"]
+    assert "head 2" in (tmp_path / "training_curve.svg").read_text()
     assert losses[0]["head_losses"] == pytest.approx([losses[0]["loss"], 2 * losses[0]["loss"]], rel=1e-4)
 
 
