@@ -7,8 +7,13 @@ import torch
 
 from ..hf.load import PACKAGED_MODEL
 
-# Heads that come with the repository; they fit the packaged model only.
-SHIPPED_HEADS = Path(__file__).parents[2] / "examples" / "heads" / "smollm2-135m-instruct-medusa"
+# What comes with the repository; it fits the packaged model only.
+_EXAMPLES = Path(__file__).parents[2] / "examples"
+SHIPPED_HEADS = _EXAMPLES / "heads" / "smollm2-135m-instruct-medusa"
+SHIPPED_ADAPTER = _EXAMPLES / "adapters" / "smollm2-135m-instruct-kangaroo"
+SHIPPED_SKIPS = _EXAMPLES / "skips" / "smollm2-135m-instruct"
+_SHIPPED = {"heads": SHIPPED_HEADS, "adapter": SHIPPED_ADAPTER, "skips": SHIPPED_SKIPS}
+_MADE_BY = {"heads": "train medusa", "adapter": "train kangaroo --exit-layer N", "skips": "search layers"}
 
 NAMES = ("medusa", "ngram", "medusa+ngram", "kangaroo", "kangaroo+ngram", "layer-skip", "draft-model", "plain")
 # Of a merged tree: what a CPU verifies without being much slower than for one node.
@@ -18,20 +23,19 @@ MERGED_NODES, LOOKUP_DRAFTS, LOOKUP_BRANCHES = 32, 10, 2
 def add_arguments(parser) -> None:
     """Declare what the drafters need."""
     parser.add_argument("--heads", type=Path, help="folder with Medusa heads (default: the shipped ones for smollm2)")
-    parser.add_argument("--adapter", type=Path, help="for kangaroo: folder with the adapter")
-    parser.add_argument("--skips", type=Path, help="for layer-skip: what `specdec-kernels search layers` wrote")
+    parser.add_argument("--adapter", type=Path, help="for kangaroo: folder with the adapter (default: as the heads)")
+    parser.add_argument("--skips", type=Path, help="for layer-skip: what `specdec-kernels search layers` wrote "
+                        "(default: as the heads)")  # fmt: skip
     parser.add_argument("--draft-model", metavar="MODEL", help="for draft-model: a smaller one of the same vocabulary")
 
 
 def check(name: str, args) -> None:
     """Exit with a line of help unless what a drafter needs is there; loads nothing."""
-    needed = {"draft-model": ("draft_model", "MODEL"), "layer-skip": ("skips", "FOLDER")}
-    needed |= dict.fromkeys(("kangaroo", "kangaroo+ngram"), ("adapter", "FOLDER"))
-    option, what = needed.get(name, (None, None))
-    if option is not None and not getattr(args, option):
-        raise SystemExit(f"--drafter {name} needs --{option.replace('_', '-')} {what}")
-    if name.startswith("medusa") and not heads_of(args).exists():
-        raise SystemExit(f"there are no heads at {heads_of(args)}")
+    if name == "draft-model" and not args.draft_model:
+        raise SystemExit("--drafter draft-model needs --draft-model MODEL")
+    option = _folder_option(name)
+    if option is not None and not folder_of(option, args).exists():
+        raise SystemExit(f"there are no {option} at {folder_of(option, args)}")
 
 
 def make(name: str, args, model) -> Any:
@@ -45,29 +49,36 @@ def make(name: str, args, model) -> Any:
     if name == "draft-model":
         return drafters.DraftModelDrafter(_draft_target(args.draft_model, model))
     if name == "layer-skip":
-        return drafters.LayerSkipDrafter.from_pretrained(args.skips)
+        return drafters.LayerSkipDrafter.from_pretrained(folder_of("skips", args))
     if name.startswith("kangaroo"):
-        own: Any = drafters.KangarooDrafter.from_pretrained(args.adapter, model)
+        own: Any = drafters.KangarooDrafter.from_pretrained(folder_of("adapter", args), model)
     else:
-        own = drafters.MedusaDrafter.from_pretrained(heads_of(args), model)
+        own = drafters.MedusaDrafter.from_pretrained(folder_of("heads", args), model)
     if not name.endswith("+ngram"):
         return own
     lookup = drafters.NGramDrafter(max_drafts=LOOKUP_DRAFTS, num_branches=LOOKUP_BRANCHES)
     return drafters.MergedDrafter(own, lookup, max_nodes=max(MERGED_NODES, own.max_nodes))
 
 
-def heads_of(args) -> Path:
-    """Return the folder of the heads; exit with a line of help when none are shipped for the model."""
-    if args.heads:
-        return args.heads
+def folder_of(option: str, args) -> Path:
+    """Return the folder of the heads, the adapter or the skips; exit with a line of help when none are shipped."""
+    given = getattr(args, option)
+    if given:
+        return given
     if args.model != PACKAGED_MODEL:
         raise SystemExit(
-            f"no heads are shipped for {args.model}; train some with "
-            f"`specdec-kernels train medusa --model {args.model} --out HEADS`, then pass --heads HEADS"
+            f"no {option} are shipped for {args.model}; make some with "
+            f"`specdec-kernels {_MADE_BY[option]} --model {args.model} --out FOLDER`, then pass --{option} FOLDER"
         )
-    if not SHIPPED_HEADS.exists():
-        raise SystemExit("the shipped heads lie in a clone of the repository (examples/heads); pass --heads FOLDER")
-    return SHIPPED_HEADS
+    if not _SHIPPED[option].exists():
+        raise SystemExit(f"the shipped {option} lie in a clone of the repository (examples); pass --{option} FOLDER")
+    return _SHIPPED[option]
+
+
+def _folder_option(name: str) -> str | None:
+    """Return the option that names the folder of a drafter, if it has one."""
+    kinds = {"medusa": "heads", "kangaroo": "adapter", "layer-skip": "skips"}
+    return kinds.get(name.removesuffix("+ngram"))
 
 
 def _draft_target(name: str, model):

@@ -1,5 +1,6 @@
 """Drafters by name."""
 
+import json
 import re
 from argparse import ArgumentParser
 
@@ -65,13 +66,38 @@ def test_every_name_is_tested():
     assert set(_drafters.NAMES) == set(KINDS)
 
 
-def test_what_is_missing_is_said(folder, tmp_path):
-    for name, option in (("draft-model", "draft-model MODEL"), ("kangaroo+ngram", "adapter"), ("layer-skip", "skips")):
-        with pytest.raises(SystemExit, match=f"--drafter {re.escape(name)} needs --{option}"):
-            _drafters.check(name, arguments(folder))
-    with pytest.raises(SystemExit, match="there are no heads at"):
-        main(["demo", "--drafter", "medusa+ngram", "--heads", str(tmp_path / "nothing")])
+@pytest.mark.parametrize(
+    ("name", "option", "command"),
+    [
+        ("medusa", "heads", "train medusa"),
+        ("kangaroo+ngram", "adapter", "train kangaroo --exit-layer N"),
+        ("layer-skip", "skips", "search layers"),
+    ],
+)
+def test_what_is_missing_is_said(folder, tmp_path, name, option, command):
+    with pytest.raises(SystemExit, match=f"there are no {option} at"):
+        main(["demo", "--drafter", name, f"--{option}", str(tmp_path / "nothing")])
     args = arguments(folder)
     args.heads = None
-    with pytest.raises(SystemExit, match="no heads are shipped for another; train some with"):
-        _drafters.check("medusa", args)
+    help = (
+        f"no {option} are shipped for another; make some with `specdec-kernels {command} --model another --out FOLDER`"
+    )
+    with pytest.raises(SystemExit, match=f"{re.escape(help)}, then pass --{option} FOLDER"):
+        _drafters.check(name, args)
+
+
+def test_a_draft_model_must_be_named(folder):
+    with pytest.raises(SystemExit, match="--drafter draft-model needs --draft-model MODEL"):
+        _drafters.check("draft-model", arguments(folder))
+
+
+def test_shipped_skips_are_complete():
+    saved = json.loads((_drafters.SHIPPED_SKIPS / "layer_skip.json").read_text())
+    trials = [json.loads(line) for line in (_drafters.SHIPPED_SKIPS / "trials.jsonl").read_text().splitlines()]
+    drafter = drafters.LayerSkipDrafter.from_pretrained(_drafters.SHIPPED_SKIPS)
+    assert sorted(drafter.plan.skipped_attention) == saved["skipped_attention"]
+    best = max(trials, key=lambda trial: trial["tokens_per_s"])
+    assert {key: best[key] for key in ("skipped_attention", "skipped_mlp")} == {
+        key: saved[key] for key in ("skipped_attention", "skipped_mlp")
+    }
+    assert saved["held_out"]["tokens_per_s"] > saved["uniform_held_out"]["tokens_per_s"]
