@@ -10,7 +10,6 @@ it, the one a drafter sees when that token is pending:
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -71,8 +70,8 @@ def cache_hidden_states(
     """Compute the hidden states that are not on disk yet; the size is printed first.
 
     Args:
-        folder: gets ``states.bin`` and ``progress.json``; an interrupted run goes on after its last whole batch.
-        conversations: what to compute; another set than before starts over.
+        folder: gets ``states.bin`` and ``rows.txt``; an interrupted run goes on after its last whole batch.
+        conversations: what to compute; of those that were there before, nothing is computed again.
         model: the causal LM.
         hidden_size: ``C`` of the backbone.
         dtype: of the rows on disk.
@@ -86,9 +85,8 @@ def cache_hidden_states(
         rows = [h[len(c.prompt) - 1 : len(c.prompt) + len(c.answer) - 1] for h, c in zip(hidden, batch, strict=True)]
         return torch.cat(rows)
 
-    conversations = by_length(conversations)
-    store = RowStore(folder, [len(c.answer) for c in conversations], hidden_size, dtype)
-    return HiddenStates(store.fill(conversations, answer_rows, max_tokens), conversations)
+    store = RowStore(folder, lambda c: len(c.answer), hidden_size, dtype)
+    return HiddenStates(*store.fill(conversations, answer_rows, max_tokens))
 
 
 def by_length(conversations: list[Conversation]) -> list[Conversation]:
@@ -105,77 +103,81 @@ def padded_ids(batch: list[Conversation], device: torch.device) -> Tensor:
 class RowStore:
     """Rows of numbers on disk, so many for each conversation; what is missing is computed, and can be interrupted.
 
+    Conversations that come later are added behind those that are there.
+
     Args:
-        folder: gets ``states.bin`` and ``progress.json``.
-        num_rows: of each conversation.
+        folder: gets ``states.bin`` and ``rows.txt``, a line for each conversation whose rows are on disk.
+        num_rows: gives how many a conversation has.
         width: numbers of a row.
         dtype: of the numbers.
     """
 
-    def __init__(self, folder: str | Path, num_rows: list[int], width: int, dtype: torch.dtype):
+    def __init__(self, folder: str | Path, num_rows: Callable[[Conversation], int], width: int, dtype: torch.dtype):
         self.folder, self.num_rows, self.width, self.dtype = Path(folder), num_rows, width, dtype
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.states, self.lines = self.folder / "states.bin", self.folder / "rows.txt"
 
     def fill(
         self, conversations: list[Conversation], rows_of: Callable[[list[Conversation]], Tensor], max_tokens: int
-    ) -> Tensor:
-        """Compute what is missing, after saying how large it gets; return all rows, memory-mapped.
+    ) -> tuple[Tensor, list[Conversation]]:
+        """Compute what is missing, after saying how large it gets.
 
         Args:
-            conversations: sorted by length; another set than before starts over.
+            conversations: in any order. What is on disk is kept up to the first conversation that is not among them.
             rows_of: returns the rows ``(n, width)`` of a batch.
             max_tokens: padded tokens in one batch.
+
+        Returns:
+            All rows, memory-mapped, and the conversations in their order.
         """
-        total, row_bytes = sum(self.num_rows), self.width * self.dtype.itemsize
-        path = self.folder / "states.bin"
+        total, row_bytes = sum(map(self.num_rows, conversations)), self.width * self.dtype.itemsize
         size = f"{total:,} rows × {self.width} × {self.dtype.itemsize} bytes = {total * row_bytes / 1e6:,.1f} MB"
-        print(f"hidden states: {size} in {path}", flush=True)
-        progress = _Progress(self.folder / "progress.json", _fingerprint(conversations, self.width, self.dtype))
-        if progress.conversations < len(conversations):
-            with open(path, "r+b" if path.exists() else "w+b") as file:
-                file.truncate(progress.rows * row_bytes)
+        print(f"hidden states: {size} in {self.states}", flush=True)
+        stored = self._stored(conversations)
+        kept = set(stored)
+        missing = by_length([c for c in conversations if c not in kept])
+        if missing:
+            num_stored = sum(map(self.num_rows, stored))
+            self.lines.write_text("".join(map(self._line, stored)))
+            with open(self.states, "r+b" if self.states.exists() else "w+b") as file:
+                file.truncate(num_stored * row_bytes)
                 file.seek(0, os.SEEK_END)
-                self._compute(file, progress, conversations, rows_of, max_tokens)
-        rows = torch.from_file(str(path), shared=False, size=total * self.width, dtype=self.dtype)
-        return rows.view(total, self.width)
+                with tqdm(total=total, initial=num_stored, unit="tok", desc="hidden states") as bar:
+                    self._compute(file, bar, missing, rows_of, max_tokens)
+        rows = torch.from_file(str(self.states), shared=False, size=total * self.width, dtype=self.dtype)
+        return rows.view(total, self.width), stored + missing
 
     @torch.inference_mode()
-    def _compute(self, file, progress: "_Progress", conversations, rows_of, max_tokens: int) -> None:
-        with tqdm(total=sum(self.num_rows), initial=progress.rows, unit="tok", desc="hidden states") as bar:
-            while progress.conversations < len(conversations):
-                batch = _next_batch(conversations, progress.conversations, max_tokens)
-                block = rows_of(batch).to("cpu", self.dtype).contiguous()
-                file.write(block.view(torch.uint8).numpy().tobytes())
-                file.flush()
-                progress.add(len(batch), len(block))
-                bar.update(len(block))
+    def _compute(self, file, bar, missing: list[Conversation], rows_of, max_tokens: int) -> None:
+        start = 0
+        while start < len(missing):
+            batch = _next_batch(missing, start, max_tokens)
+            block = rows_of(batch).to("cpu", self.dtype).contiguous()
+            file.write(block.view(torch.uint8).numpy().tobytes())
+            file.flush()
+            # Only now do they count; what an interruption leaves behind them is cut off.
+            with open(self.lines, "a", encoding="utf-8") as lines:
+                lines.write("".join(map(self._line, batch)))
+            bar.update(len(block))
+            start += len(batch)
 
+    def _line(self, conversation: Conversation) -> str:
+        c = conversation
+        ids = torch.tensor([c.index, len(c.prompt), *c.prompt, *c.answer])
+        return f"{hashlib.sha256(f'{self.width} {self.dtype}'.encode() + ids.numpy().tobytes()).hexdigest()[:32]}\n"
 
-class _Progress:
-    """How many conversations and rows are on disk, for one set of conversations."""
-
-    def __init__(self, path: Path, fingerprint: str):
-        self.path, self.fingerprint = path, fingerprint
-        self.conversations = self.rows = 0
-        if path.exists():
-            found = json.loads(path.read_text())
-            if found["fingerprint"] == fingerprint:
-                self.conversations, self.rows = found["conversations"], found["rows"]
-
-    def add(self, conversations: int, rows: int) -> None:
-        self.conversations += conversations
-        self.rows += rows
-        entry = {"fingerprint": self.fingerprint, "conversations": self.conversations, "rows": self.rows}
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(entry) + "\n")
-        os.replace(temporary, self.path)
-
-
-def _fingerprint(conversations: list[Conversation], width: int, dtype: torch.dtype) -> str:
-    digest = hashlib.sha256(f"{width} {dtype}".encode())
-    for c in conversations:
-        digest.update(torch.tensor([c.index, len(c.prompt), *c.prompt, *c.answer]).numpy().tobytes())
-    return digest.hexdigest()
+    def _stored(self, conversations: list[Conversation]) -> list[Conversation]:
+        """Return the conversations whose rows are on disk, in order."""
+        by_line = {self._line(c): c for c in conversations}
+        lines = self.lines.read_text(encoding="utf-8").splitlines(keepends=True) if self.lines.exists() else []
+        stored = []
+        for line in lines:
+            # Taken out, so that a line that stands there twice ends what is kept.
+            conversation = by_line.pop(line, None)
+            if conversation is None:
+                break
+            stored.append(conversation)
+        return stored
 
 
 def _next_batch(conversations: list[Conversation], start: int, max_tokens: int) -> list[Conversation]:

@@ -79,7 +79,7 @@ class LiveStates:
 class StoredStates:
     """States on disk, memory-mapped: ``exit`` and ``final`` side by side in a row for each position."""
 
-    def __init__(self, conversations: list[Conversation], rows: Tensor):
+    def __init__(self, rows: Tensor, conversations: list[Conversation]):
         self.conversations, self._rows = conversations, rows
         lengths = torch.tensor([_length(c) for c in conversations])
         self._starts = (lengths.cumsum(0) - lengths).tolist()
@@ -98,8 +98,8 @@ def store_states(
     """Compute the states that are not on disk yet; the size is printed first.
 
     Args:
-        folder: gets one for this exit layer, with ``states.bin`` and ``progress.json``; an interrupted run goes on.
-        conversations: what to compute; another set than before starts over.
+        folder: gets one for this exit layer, with ``states.bin`` and ``rows.txt``; an interrupted run goes on.
+        conversations: what to compute; of those that were there before, nothing is computed again.
         model: the causal LM.
         exit_layer: how many layers run before the exit.
         dtype: of the rows on disk.
@@ -111,10 +111,9 @@ def store_states(
         both = torch.cat(states.of(batch), dim=-1)
         return torch.cat([row[: _length(c)] for row, c in zip(both, batch, strict=True)])
 
-    conversations = by_length(conversations)
     width = 2 * model.get_input_embeddings().weight.shape[1]
-    store = RowStore(Path(folder) / f"exit-{exit_layer}", [_length(c) for c in conversations], width, dtype)
-    return StoredStates(conversations, store.fill(conversations, rows_of, max_tokens))
+    store = RowStore(Path(folder) / f"exit-{exit_layer}", _length, width, dtype)
+    return StoredStates(*store.fill(conversations, rows_of, max_tokens))
 
 
 def split(states: SequenceStates) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 
@@ -111,9 +109,27 @@ def test_interrupted_caching_continues(model, tmp_path):
     assert again.calls == 0
 
 
-def test_other_conversations_start_over(model, tmp_path):
-    cache(tmp_path, conversations(), model)
-    states = cache(tmp_path, conversations(11), counting := _Counting(model))
+def test_conversations_that_come_later_are_added(model, tmp_path):
+    before = cache(tmp_path, conversations(), model)
+    num_before = len(before.hidden)
+    first = before.hidden.clone()
+    items = conversations(13)
+    states = cache(tmp_path, [*items[9:], *items[:9]], counting := _Counting(model), max_tokens=12)
+    assert 0 < counting.calls <= 4
+    assert torch.equal(states.hidden[:num_before], first)
+    added = cache(tmp_path / "added", items[9:], model)
+    torch.testing.assert_close(states.hidden[num_before:], added.hidden)
+    assert states.pending_ids.tolist() == before.pending_ids.tolist() + added.pending_ids.tolist()
+
+
+def test_what_follows_another_conversation_is_computed_again(model, tmp_path):
+    items = conversations()
+    cache(tmp_path, items, model)
+    shortest, *others = hidden_module.by_length(items)
+    states = cache(tmp_path, others, counting := _Counting(model))
     assert counting.calls > 0
-    assert len(states.hidden) == sum(len(c.answer) for c in conversations(11))
-    assert json.loads((tmp_path / "progress.json").read_text())["rows"] == len(states.hidden)
+    assert len(states.hidden) == sum(len(c.answer) for c in others)
+    longest = others[-1]
+    kept = cache(tmp_path, [*others[:-1], shortest], again := _Counting(model))
+    assert again.calls == 1
+    assert len(kept.hidden) == sum(len(c.answer) for c in items) - len(longest.answer)
