@@ -9,7 +9,8 @@ from . import _common
 
 # Named although it is Triton's default, because that is changing.
 MERGE_OPTIONS = {"enable_fp_fusion": True}
-_MERGED_AT_ONCE = 32  # partial results
+# Values of partial results that the merge takes at once: 32 rows of 128 dims. With twice as many, 256 dims spill.
+_MERGED_AT_ONCE = 32 * 128
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity
@@ -34,7 +35,7 @@ class Plan:
     @property
     def merge_arguments(self) -> tuple[int, int, int, int]:
         """Return the last arguments of the kernel that merges splits."""
-        return self.block_n, self.v_dim, _MERGED_AT_ONCE, self.block_dv
+        return self.block_n, self.v_dim, min(32, _MERGED_AT_ONCE // self.block_dv), self.block_dv
 
     def num_splits(self, max_keys: int, num_tiles: int) -> int:
         """Return into how many ranges the keys of one batch row may be split.

@@ -28,7 +28,7 @@ def all_faults(architecture: str, case: Case, kernels: list[_aot.Compiled]) -> l
     device, precision = _aot.ARCHITECTURES[architecture].device, "tf32" if case.dtype == "tf32" else "ieee"
     dtypes = DTYPES[case.dtype], DTYPES[case.cache]
     plan = module.choose_plan(device, *dtypes, *case.dims, case.rows, precision)
-    found = [fault for kernel in kernels for fault in kernel.faults()]
+    found = [f"{kernel.name}: {fault}" for kernel in kernels for fault in kernel.faults()]
     found += ["does not fit"] * any(kernel.programs_per_multiprocessor < 1 for kernel in kernels)
     attention = {kernel.name: kernel for kernel in kernels}[ATTENTION]
     if case.dtype != "fp32" or architecture.startswith("gfx"):  # NVIDIA's matrix units know no IEEE products
