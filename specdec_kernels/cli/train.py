@@ -1,7 +1,7 @@
 """``specdec-kernels train``: train Medusa heads or a Kangaroo adapter for a causal LM, from nothing but the model."""
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 
 from ._data import RawHelp, add_data_arguments, generation_options, places_and_data
 
@@ -44,6 +44,8 @@ def _add_head_arguments(group) -> None:
     group.add_argument("--own-projection", action="store_true", help="each head owns a vocabulary projection")
     group.add_argument("--draft-vocab", type=int, default=0, help="only the most frequent tokens are drafted; 0: all")
     group.add_argument("--soft-targets", action="store_true", help="learn the model's distribution, not its token")
+    group.add_argument("--root-conditioned", action=BooleanOptionalAction, default=True, help="the heads also see the "
+                       "pending token: clearly better drafts; vLLM has no such heads")  # fmt: skip
     group.add_argument("--decay", type=float, default=0.8, help="head k weighs decay^k in the loss")
 
 
@@ -88,6 +90,7 @@ def _train_medusa(args: Namespace) -> str:
         draft_vocab=args.draft_vocab,
         decay=args.decay,
         soft_targets=args.soft_targets,
+        root_conditioned=args.root_conditioned,
     )
     train_medusa(*places_and_data(args), options, _trainer_options(args), **generation_options(args))
     return f"specdec-kernels tree optimize --heads {args.out} --nodes 16"

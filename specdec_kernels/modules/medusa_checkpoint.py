@@ -4,7 +4,8 @@
     vllm                           blocks.{head}.layers.{layer}.weight|bias, lm_heads.{head}.weight, token_map
 
 The first has no projection when the heads share the base model's ``lm_head``; the second then stores that one
-(``original_lm_head``). Reading accepts any mixture, with or without a ``medusa_head.`` or ``medusa_heads.`` prefix.
+(``original_lm_head``). Root-conditioned heads add ``root.linear.weight|bias`` to the first. Any mixture is read,
+with or without a ``medusa_head.`` or ``medusa_heads.`` prefix.
 What is in the file decides: ``config.json`` adds the vocabulary size and is otherwise only compared, because published
 configs are wrong about the number of heads.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 
 WEIGHT_FILES = {"medusa": "medusa_lm_head.safetensors", "vllm": "model.safetensors", "pickle": "medusa_lm_head.pt"}
 
+_ROOT_KEYS = {"root_weight": "root.linear.weight", "root_bias": "root.linear.bias"}
 _KEYS = {
     "medusa": {
         "weight": "{head}.{layer}.linear.weight",
@@ -27,6 +29,7 @@ _KEYS = {
         "out": "{head}.{num_layers}.weight",
         "shared_out": "lm_head.weight",
         "token_map": "token_map",
+        **_ROOT_KEYS,
     },
     "vllm": {
         "weight": "blocks.{head}.layers.{layer}.weight",
@@ -34,6 +37,7 @@ _KEYS = {
         "out": "lm_heads.{head}.weight",
         "shared_out": "lm_heads.0.weight",
         "token_map": "token_map",
+        **_ROOT_KEYS,
     },
 }
 _PREFIX = re.compile(r"^medusa_heads?\.")
@@ -44,12 +48,15 @@ _PATTERNS = (
     (re.compile(r"lm_heads\.(?P<head>\d+)\.weight"), "out"),
     (re.compile(r"lm_head\.weight"), "shared_out"),
     (re.compile(r"token_map"), "token_map"),
+    (re.compile(r"root\.linear\.weight"), "root_weight"),
+    (re.compile(r"root\.linear\.bias"), "root_bias"),
 )
 
 # Entries of config.json that the tensors decide. All others are metadata, carried along as they are.
 _DECIDED = {
     *("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size", "truncated_vocab_size"),
     *("num_heads", "num_hidden_layers", "medusa_fc_bias", "original_lm_head", "model_type", "architectures"),
+    "medusa_root_conditioned",
 }
 
 
@@ -60,6 +67,8 @@ class MedusaState:
     w_res: Tensor
     b_res: Tensor | None
     w_out: Tensor | None
+    w_root: Tensor | None
+    b_root: Tensor | None
     vocab_map: Tensor | None
     vocab_size: int | None
     metadata: dict
@@ -145,6 +154,8 @@ def _wanted(parsed: dict, config: dict) -> set[tuple[str, int, int]]:
         wanted |= {("bias", head, layer) for _, head, layer in wanted}
     if "out" in kinds:
         wanted |= {("out", head, 0) for head in range(num_heads)}
+    if config.get("medusa_root_conditioned") or kinds & {"root_weight", "root_bias"}:
+        wanted |= {("root_weight", 0, 0), ("root_bias", 0, 0)}
     if config.get("truncated_vocab_size") not in (None, config.get("vocab_size")):
         wanted.add(("token_map", 0, 0))
     return wanted
@@ -175,12 +186,14 @@ def _stack(tensors: dict[tuple[str, int, int], Tensor], config: dict, file: str)
     elif w_out is not None:
         vocab_size = num_rows
     metadata = {name: value for name, value in config.items() if name not in _DECIDED}
-    return MedusaState(w_res, b_res, w_out, vocab_map, vocab_size, metadata)
+    w_root, b_root = (tensors.get((kind, 0, 0)) for kind in ("root_weight", "root_bias"))
+    return MedusaState(w_res, b_res, w_out, w_root, b_root, vocab_map, vocab_size, metadata)
 
 
 def _check_shapes(tensors: dict, hidden_size: int, num_rows: int | None, file: str) -> None:
     square, rows = (hidden_size, hidden_size), (num_rows, hidden_size)
     shapes = {"weight": square, "bias": (hidden_size,), "out": rows, "shared_out": rows}
+    shapes |= {"root_weight": (hidden_size, 2 * hidden_size), "root_bias": (hidden_size,)}
     for (kind, head, layer), tensor in tensors.items():
         if kind in shapes and tuple(tensor.shape) != shapes[kind]:
             raise ValueError(
@@ -209,6 +222,7 @@ def _compare_config(config: dict, state: MedusaState, file_name: str) -> None:
     num_heads, num_layers, hidden_size = state.w_res.shape[:3]
     found: dict[str, int | None] = {"num_heads": num_heads, "num_hidden_layers": num_layers, "hidden_size": hidden_size}
     found |= {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers, "vocab_size": state.vocab_size}
+    found["medusa_root_conditioned"] = state.w_root is not None
     if state.vocab_map is not None:
         found["truncated_vocab_size"] = len(state.vocab_map)
     for name, value in found.items():
@@ -223,6 +237,8 @@ def write_checkpoint(heads, folder: Path, format: str, lm_head_weight: Tensor | 
 
     if format not in _KEYS:
         raise ValueError(f"MedusaHeads: format must be one of {', '.join(_KEYS)}, got {format}")
+    if format == "vllm" and heads.root_conditioned:
+        raise ValueError("MedusaHeads: format vllm has no place for root-conditioned heads")
     w_out = heads.w_out
     if format == "vllm" and w_out is None:
         if lm_head_weight is None:
@@ -237,6 +253,8 @@ def write_checkpoint(heads, folder: Path, format: str, lm_head_weight: Tensor | 
         parts |= {("shared_out", 0, 0): w_out} if shared else {("out", h, 0): w for h, w in enumerate(w_out)}
     if heads.vocab_map is not None:
         parts["token_map", 0, 0] = heads.vocab_map
+    if heads.root_conditioned:
+        parts |= {("root_weight", 0, 0): heads.w_root, ("root_bias", 0, 0): heads.b_root}
     tensors = {
         # safetensors refuses views that share memory: each tensor gets its own.
         _KEYS[format][kind].format(head=head, layer=layer, num_layers=heads.num_layers): tensor.detach()
@@ -257,6 +275,8 @@ def _config(heads, format: str, shared: bool) -> dict:
         config["vocab_size"] = heads.vocab_size
     if heads.vocab_map is not None:
         config["truncated_vocab_size"] = len(heads.vocab_map)
+    if heads.root_conditioned:
+        config["medusa_root_conditioned"] = True
     if format == "vllm":
         config |= {"model_type": "medusa", "architectures": ["MedusaModel"]}
         config |= {"medusa_fc_bias": heads.b_res is not None, "original_lm_head": shared}

@@ -74,7 +74,7 @@ def measure_accuracies(
     for start in range(0, len(rows), chunk):
         picked = rows[start : start + chunk]
         labels = states.labels(picked, heads.num_heads).to(device)
-        hidden = heads.hidden_states(states.hidden[picked].to(device, heads.w_res.dtype))
+        hidden = states_of_heads(heads, states, picked, heads.w_res.dtype)
         for head in range(heads.num_heads):
             known = labels[:, head] != IGNORED
             target = labels[known, head] if to_row is None else to_row[labels[known, head]]
@@ -83,6 +83,13 @@ def measure_accuracies(
             logits = hidden[known, head][proposable].to(own.dtype) @ own.T
             counter.add(head, logits.float(), target[proposable], int(known.sum()))
     return counter
+
+
+def states_of_heads(heads, states: HiddenStates, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what the heads make of cached rows in some dtype, ``(n, M, C)``, on their device. Differentiable."""
+    options = {"device": heads.w_res.device, "dtype": dtype}
+    root = states.roots(rows).to(**options) if heads.root_conditioned else None
+    return heads.hidden_states(states.hidden[rows].to(**options), root)
 
 
 def row_of_token(heads, device: torch.device) -> Tensor | None:

@@ -33,11 +33,12 @@ class HiddenStates:
         ends: ``(rows,) int64``; one past the last row of the same answer.
         held_out: ``(rows,) bool``; rows of conversations that are never trained on.
         greedy: ``(rows,) bool``; rows of greedy answers.
+        embedding: ``(V, C)``, the backbone's input embeddings; only `roots` needs them.
     """
 
-    def __init__(self, hidden: Tensor, conversations: list[Conversation]):
+    def __init__(self, hidden: Tensor, conversations: list[Conversation], embedding: Tensor | None = None):
         lengths = torch.tensor([len(c.answer) for c in conversations])
-        self.hidden = hidden
+        self.hidden, self.embedding = hidden, embedding
         self.pending_ids = torch.tensor([t for c in conversations for t in c.answer])
         self.ends = lengths.cumsum(0).repeat_interleave(lengths)
         self.held_out = torch.tensor([is_held_out(c) for c in conversations]).repeat_interleave(lengths)
@@ -56,6 +57,12 @@ class HiddenStates:
         """
         targets = rows[:, None] + 1 + torch.arange(num_heads)
         return self.hidden[targets.clamp_max(len(self.hidden) - 1)]
+
+    def roots(self, rows: Tensor) -> Tensor:
+        """Return ``(n, C)``: the embeddings of the pending tokens, for root-conditioned heads."""
+        if self.embedding is None:
+            raise ValueError("HiddenStates: root-conditioned heads need the embeddings")
+        return self.embedding[self.pending_ids[rows].to(self.embedding.device)]
 
     def rows(self, held_out: bool) -> Tensor:
         """Return the row numbers of a part that have at least one label."""
@@ -77,7 +84,8 @@ def cache_hidden_states(
         dtype: of the rows on disk.
         max_tokens: padded tokens in one batch.
     """
-    device = model.get_input_embeddings().weight.device
+    embedding = model.get_input_embeddings().weight.detach()
+    device = embedding.device
 
     def answer_rows(batch: list[Conversation]) -> Tensor:
         # Padding is on the right of causal rows: what comes before it never sees it, so no mask is needed.
@@ -86,7 +94,7 @@ def cache_hidden_states(
         return torch.cat(rows)
 
     store = RowStore(folder, lambda c: len(c.answer), hidden_size, dtype)
-    return HiddenStates(*store.fill(conversations, answer_rows, max_tokens))
+    return HiddenStates(*store.fill(conversations, answer_rows, max_tokens), embedding)
 
 
 def by_length(conversations: list[Conversation]) -> list[Conversation]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..hf.load import PACKAGED_MODEL, load_model
 from ..modules.medusa import MedusaHeads
-from .calibrate import format_accuracies, measure_accuracies, row_of_token, save_accuracies
+from .calibrate import format_accuracies, measure_accuracies, row_of_token, save_accuracies, states_of_heads
 from .data import HELD_OUT_EVERY, GenerationOptions, generate_conversations, is_held_out
 from .generate import Conversation
 from .hidden import HiddenStates, cache_hidden_states
@@ -30,6 +30,7 @@ class HeadOptions:
             vocabulary. Fewer rows train and draft faster; a token outside is never drafted (the output stays exact).
         decay: ``λ`` of the loss.
         soft_targets: learn the backbone's whole distribution at each label's position instead of the label alone.
+        root_conditioned: the heads see the pending token, too, see `MedusaHeads`.
     """
 
     num_heads: int = 4
@@ -38,6 +39,7 @@ class HeadOptions:
     draft_vocab: int = 0
     decay: float = 0.8
     soft_targets: bool = False
+    root_conditioned: bool = True
 
 
 def frequent_tokens(conversations: Iterable[Conversation], size: int, vocab_size: int) -> Tensor:
@@ -79,7 +81,7 @@ def train_heads(
         elif to_row is not None:
             labels = torch.where(labels < 0, labels, to_row[labels.clamp_min(0)])
         with mixed:
-            hidden = heads.hidden_states(states.hidden[rows].to(device))
+            hidden = states_of_heads(heads, states, rows, compute_dtype)
         own = weight if heads.w_out is None else heads.w_out
         return medusa_loss(hidden, own, labels, options.decay, teacher, weight)
 
@@ -159,7 +161,8 @@ def fresh_heads(options: HeadOptions, conversations: Iterable[Conversation], lm_
         vocab_map = frequent_tokens(training, options.draft_vocab, vocab_size)
     heads = MedusaHeads(
         options.num_heads, options.num_layers, hidden_size, vocab_size, own_projection=options.own_projection,
-        vocab_map=vocab_map, dtype=torch.float32, device=lm_head_weight.device,
+        vocab_map=vocab_map, root_conditioned=options.root_conditioned, dtype=torch.float32,
+        device=lm_head_weight.device,
     )  # fmt: skip
     if heads.w_out is not None:
         heads.w_out.data.copy_(heads.select_rows(lm_head_weight))

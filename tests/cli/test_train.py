@@ -31,6 +31,7 @@ def test_two_commands_make_heads_and_their_tree(tiny, tmp_path, capsys):
     assert main(["tree", "optimize", "--heads", str(out), "--nodes", "6"]) == 0
     heads, tree = MedusaHeads.from_pretrained(out), DraftTree.load(out / "tree.json")
     assert (heads.num_heads, heads.num_layers, heads.num_rows, heads.vocab_size) == (3, 2, 20, 30)
+    assert heads.root_conditioned
     assert tree.num_nodes == 6
     assert tree.max_depth <= 3
     assert json.loads((out / "accuracy.json").read_text())["command"].startswith("specdec-kernels ")
@@ -43,7 +44,8 @@ def test_two_commands_make_heads_and_their_tree(tiny, tmp_path, capsys):
 def test_prompts_from_a_file(tiny, tmp_path):
     data = tmp_path / "prompts.jsonl"
     data.write_text("\n".join(json.dumps({"turns": [f"w{i % 24} w{i // 24}"]}) for i in range(60)))
-    assert main(arguments(tiny, tmp_path / "heads", "--data", str(data))) == 0
+    assert main(arguments(tiny, tmp_path / "heads", "--data", str(data), "--no-root-conditioned")) == 0
+    assert not MedusaHeads.from_pretrained(tmp_path / "heads").root_conditioned
     work = tmp_path / "heads.work"
     prompts = [json.loads(x)["prompt"] for x in (work / "conversations-0.jsonl").read_text().split()]
     assert all(p[:2] == [1, 4] for p in prompts)

@@ -17,8 +17,8 @@ VOCAB, HIDDEN = 32, 8
 TREE = DraftTree.from_choices([[0], [2], [0, 1], [2, 0], [2, 3], [0, 1, 0]])
 
 
-def random_heads(num_heads=3, *, own_projection=False, vocab_map=None):
-    heads = MedusaHeads(num_heads, 2, HIDDEN, VOCAB, own_projection=own_projection, vocab_map=vocab_map)
+def random_heads(num_heads=3, **options):
+    heads = MedusaHeads(num_heads, 2, HIDDEN, VOCAB, **options)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter)
     return heads.requires_grad_(False)
@@ -28,8 +28,11 @@ def output_of(hidden):
     return TargetOutput(torch.zeros(*hidden.shape[:2], VOCAB), hidden)
 
 
-def model_with(weight):
-    return types.SimpleNamespace(get_output_embeddings=lambda: types.SimpleNamespace(weight=weight))
+def model_with(weight, embedding=None):
+    return types.SimpleNamespace(
+        get_output_embeddings=lambda: types.SimpleNamespace(weight=weight),
+        get_input_embeddings=lambda: types.SimpleNamespace(weight=embedding),
+    )
 
 
 def started(drafter, batch=3):
@@ -51,6 +54,18 @@ def test_a_node_holds_the_candidate_of_its_depth_and_rank(kind):
     order = logits.argsort(dim=-1, descending=True)
     order = order if vocab_map is None else vocab_map[order]
     assert draft.ids[:, 0].tolist() == [7, 8, 9]
+    for node, (depth, rank) in enumerate(zip(TREE.depths, TREE.ranks, strict=True)):
+        if node:
+            assert torch.equal(draft.ids[:, node], order[:, depth - 1, rank])
+
+
+def test_root_conditioned_heads_see_the_pending_tokens():
+    heads, weight, embedding = random_heads(root_conditioned=True), torch.randn(VOCAB, HIDDEN), torch.randn(40, HIDDEN)
+    drafter = MedusaDrafter(heads, TREE, weight, embedding)
+    hidden = started(drafter)
+    pending = torch.tensor([7, 39, 7])
+    draft = drafter.propose(pending)
+    order = heads(hidden, weight, embedding[pending]).argsort(dim=-1, descending=True)
     for node, (depth, rank) in enumerate(zip(TREE.depths, TREE.ranks, strict=True)):
         if node:
             assert torch.equal(draft.ids[:, node], order[:, depth - 1, rank])
@@ -124,10 +139,34 @@ def test_decodes_as_plain_decoding_does():
             lambda: MedusaDrafter(random_heads(own_projection=True), TREE, torch.randn(VOCAB, HIDDEN)),
             "lm_head_weight must not be given",
         ),
+        (
+            lambda: MedusaDrafter(random_heads(root_conditioned=True), TREE, torch.randn(VOCAB, HIDDEN)),
+            "embedding_weight must be given: these heads are root-conditioned",
+        ),
+        (
+            lambda: MedusaDrafter(random_heads(), TREE, *torch.randn(2, VOCAB, HIDDEN)),
+            "embedding_weight must not be given: these heads are not root-conditioned",
+        ),
+        (
+            lambda: MedusaDrafter(
+                random_heads(root_conditioned=True), TREE, torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, 9)
+            ),
+            "embeddings of size 8, got 9",
+        ),
         (lambda: MedusaDrafter(random_heads(), TREE, torch.randn(VOCAB, 9)), r"shape \(32, 8\), got \(32, 9\)"),
         (lambda: MedusaDrafter(random_heads(), TREE, torch.randn(31, HIDDEN)), r"\(32, 8\), got \(31, 8\)"),
     ],
-    ids=["too deep", "rank", "missing", "not wanted", "hidden size", "vocabulary"],
+    ids=[
+        "too deep",
+        "rank",
+        "missing",
+        "not wanted",
+        "no embedding",
+        "unwanted embedding",
+        "embedding size",
+        "hidden size",
+        "vocabulary",
+    ],
 )
 def test_rejects(make, message):
     with pytest.raises(ValueError, match=message):
@@ -139,13 +178,15 @@ def test_propose_before_begin():
         MedusaDrafter(random_heads(), TREE, torch.randn(VOCAB, HIDDEN)).propose(torch.tensor([1]))
 
 
+@pytest.mark.parametrize("root_conditioned", [False, True])
 @pytest.mark.parametrize("own_projection", [False, True])
-def test_saves_and_loads(tmp_path, own_projection):
-    weight = torch.randn(VOCAB, HIDDEN)
-    drafter = MedusaDrafter(random_heads(own_projection=own_projection), TREE, None if own_projection else weight)
+def test_saves_and_loads(tmp_path, own_projection, root_conditioned):
+    weight, embedding = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
+    heads = random_heads(own_projection=own_projection, root_conditioned=root_conditioned)
+    drafter = MedusaDrafter(heads, TREE, None if own_projection else weight, embedding if root_conditioned else None)
     drafter.tree_metadata = {"expected_tokens_per_step": 1.5}
     drafter.save_pretrained(tmp_path)
-    model = model_with(weight)
+    model = model_with(weight, embedding)
     loaded = MedusaDrafter.from_pretrained(tmp_path, model)
     assert loaded.tree == TREE
     assert loaded.tree_metadata == {"expected_tokens_per_step": 1.5}

@@ -51,6 +51,7 @@ DRAFTERS = {
     "draft model, adaptive": lambda model: DraftModelDrafter(partial(HFTarget, disturbed(model)), max_drafts=6),
     "ngram": lambda model: NGramDrafter(max_drafts=5),
     "ngram tree": lambda model: NGramDrafter(max_drafts=3, num_branches=3),
+    "medusa, root-conditioned": partial(medusa, root_conditioned=True),
     "medusa + ngram": lambda model: MergedDrafter(medusa(model), NGramDrafter(num_branches=2), max_nodes=20),
     "draft model + ngram": lambda model: MergedDrafter(draft_model(model), NGramDrafter()),
     "kangaroo + ngram": kangaroo,

@@ -139,6 +139,55 @@ def test_state_dict_round_trip() -> None:
     torch.testing.assert_close(other.topk(hidden, 2), heads.topk(hidden, 2))
 
 
+@pytest.mark.parametrize("shape", [(8,), (2, 5, 8), (0, 8)], ids=str)
+def test_root_conditioned_heads_see_both(shape) -> None:
+    heads, plain = random_heads(3, 2, 8, 20, root_conditioned=True), MedusaHeads(3, 2, 8, 20)
+    plain.load_state_dict(heads.state_dict(), strict=False)
+    hidden, root, lm_head = torch.randn(shape), torch.randn(shape), torch.randn(20, 8)
+    normed = root / (root.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    both = F.linear(hidden, heads.w_root[:, :8], heads.b_root) + F.linear(normed, heads.w_root[:, 8:])
+    expected = plain(hidden + F.silu(both), lm_head)
+    torch.testing.assert_close(heads(hidden, lm_head, root), expected)
+    torch.testing.assert_close(F.linear(heads.hidden_states(hidden, root), lm_head), expected)
+
+
+def test_root_conditioned_topk_equals_topk_of_forward() -> None:
+    heads = random_heads(3, 2, 16, 50, root_conditioned=True)
+    hidden, root, lm_head = torch.randn(4, 16), torch.randn(4, 16), torch.randn(50, 16)
+    logits = heads(hidden, lm_head, root).detach()
+    values, ids, lse = heads.topk(hidden, 7, lm_head, root, num_heads=2)
+    torch.testing.assert_close(values, logits[:, :2].topk(7).values)
+    torch.testing.assert_close(lse, logits[:, :2].logsumexp(-1))
+    assert torch.equal(ids, logits[:, :2].topk(7).indices)
+
+
+def test_fresh_root_conditioned_heads() -> None:
+    """They predict what the model predicts, and their first step learns from the root as well as from the state."""
+    heads, lm_head = MedusaHeads(2, 1, 8, 20, root_conditioned=True), torch.randn(20, 8)
+    hidden, root = torch.randn(32, 8), torch.randn(32, 8)
+    logits = heads(hidden, lm_head, root)
+    torch.testing.assert_close(logits, F.linear(hidden, lm_head)[:, None].expand(32, 2, 20))
+    F.cross_entropy(logits[:, 0], torch.randint(20, (32,))).backward()
+    assert heads.w_root.grad[:, :8].abs().max() > 0
+    assert heads.w_root.grad[:, 8:].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("conditioned", "root", "message"),
+    [
+        (False, torch.zeros(3, 8), "are not root-conditioned: root must not be given"),
+        (True, None, "are root-conditioned: root must be given"),
+        (True, torch.zeros(1, 8), r"root must have shape \(3, 8\), got \(1, 8\)"),
+    ],
+    ids=["unwanted", "missing", "shape"],
+)
+def test_rejects_the_wrong_root(conditioned, root, message) -> None:
+    heads, lm_head = MedusaHeads(2, 1, 8, 20, root_conditioned=conditioned), torch.zeros(20, 8)
+    for use in (heads, lambda hidden, weight, root: heads.topk(hidden, 2, weight, root)):
+        with pytest.raises(ValueError, match=message):
+            use(torch.zeros(3, 8), lm_head, root)
+
+
 @pytest.mark.parametrize(
     ("own", "vocab_map", "lm_head", "message"),
     [

@@ -151,6 +151,22 @@ def test_round_trip(bias, vocab_map, own, format, tmp_path) -> None:
     torch.testing.assert_close(again.topk(hidden, 3, None if stored else rows), expected)
 
 
+def test_root_conditioned_round_trip(tmp_path) -> None:
+    heads = MedusaHeads(M, R, C, V, root_conditioned=True, dtype=torch.bfloat16)
+    for parameter in heads.parameters():
+        nn.init.normal_(parameter)
+    heads.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["medusa_root_conditioned"] is True
+    assert load_file(tmp_path / "medusa_lm_head.safetensors").keys() == original_state(False).keys() | {
+        "root.linear.weight", "root.linear.bias"
+    }  # fmt: skip
+    again = load_quietly(tmp_path)
+    assert again.root_conditioned
+    assert again.metadata == {}
+    assert again.state_dict().keys() == heads.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in heads.state_dict().items())
+
+
 def test_heads_without_layers(tmp_path) -> None:
     heads = make_heads(True, None, bias=False, layers=0)
     heads.save_pretrained(tmp_path)
@@ -197,10 +213,27 @@ def test_a_wrong_config_only_warns(tmp_path) -> None:
 
 
 def changed(state: dict, drop: tuple = (), **add) -> dict:
-    return {key: tensor for key, tensor in state.items() if key not in drop} | add
+    state = {key: tensor for key, tensor in state.items() if key not in drop} | add
+    return {key: tensor for key, tensor in state.items() if tensor is not None}
 
 
+ROOT = {"root.linear.weight": torch.zeros(C, 2 * C), "root.linear.bias": torch.zeros(C)}
 BROKEN = {
+    "missing root bias": (
+        changed(original_state(False), **ROOT | {"root.linear.bias": None}),
+        {},
+        "missing keys: root.linear.bias$",
+    ),
+    "missing root": (
+        changed(vllm_state()),
+        {"medusa_root_conditioned": True},
+        "missing keys: root.linear.bias, root.linear.weight$",
+    ),
+    "root shape": (
+        changed(original_state(False), **ROOT | {"root.linear.weight": torch.zeros(C, C)}),
+        {},
+        r"root_weight of head 0, layer 0 must have shape \(8, 16\), got \(8, 8\)",
+    ),
     "missing block": (changed(original_state(True), ("1.0.linear.weight",)), {}, "missing keys: 1.0.linear.weight$"),
     "missing bias": (changed(original_state(True), ("2.1.linear.bias",)), {}, "missing keys: 2.1.linear.bias$"),
     "missing head": (
@@ -281,3 +314,6 @@ def test_save_rejects(tmp_path) -> None:
         heads.save_pretrained(tmp_path, format="tgi")
     with pytest.raises(ValueError, match="lm_head_weight is missing"):
         heads.save_pretrained(tmp_path, format="vllm")
+    conditioned = MedusaHeads(M, R, C, V, root_conditioned=True)
+    with pytest.raises(ValueError, match="vllm has no place for root-conditioned heads"):
+        conditioned.save_pretrained(tmp_path, format="vllm", lm_head_weight=torch.zeros(V, C))

@@ -68,6 +68,33 @@ def test_heads_learn_what_can_be_learnt(tmp_path, soft_targets):
     assert all(row[0] > 0.9 for row in after)
 
 
+@pytest.mark.parametrize("root_conditioned", [False, True])
+def test_root_conditioned_heads_learn_from_the_pending_token(tmp_path, root_conditioned):
+    """The states are noise; only the pending token says what follows it."""
+    torch.manual_seed(5)
+    successor, embedding = torch.randperm(12), torch.randn(12, 32)
+    answers = torch.arange(120)[:, None] % 12
+    for _ in range(10):
+        answers = torch.cat([answers, successor[answers[:, -1:]]], dim=1)
+    items = [Conversation(index, (1, index), tuple(answer), True) for index, answer in enumerate(answers.tolist())]
+    states = HiddenStates(torch.randn(answers.numel(), 32), items, embedding)
+    heads = MedusaHeads(2, 1, 32, 12, root_conditioned=root_conditioned)
+    train_heads(
+        heads, embedding, states, tmp_path, HeadOptions(2, 1), TrainerOptions(epochs=20, batch_size=128, lr=1e-2)
+    )
+    found = measure_accuracies(heads, embedding, states, states.rows(held_out=True)).accuracies()
+    assert all(row[0] > 0.9 if root_conditioned else row[0] < 0.3 for row in found)
+
+
+def test_roots_are_the_embeddings_of_the_pending_tokens():
+    items = [Conversation(0, (1, 2), (3, 5, 4), True)]
+    embedding = torch.randn(6, 2)
+    states = HiddenStates(torch.zeros(3, 2), items, embedding)
+    assert torch.equal(states.roots(torch.tensor([2, 0])), embedding[[4, 3]])
+    with pytest.raises(ValueError, match="need the embeddings"):
+        HiddenStates(torch.zeros(3, 2), items).roots(torch.tensor([0]))
+
+
 def cached(folder, conversations, model):
     return cache_hidden_states(folder / "work" / "hidden", conversations, model, hidden_size=32, dtype=torch.float32)
 
@@ -133,9 +160,10 @@ def test_bf16_reduced_vocabulary_and_own_projection(tiny, tmp_path):
 def test_fresh_heads_predict_what_the_model_predicts(tiny):
     lm_head = load_model(tiny, torch.float32).get_output_embeddings().weight.detach()
     hidden = torch.randn(5, 32)
-    for own in (False, True):
-        heads = fresh_heads(HeadOptions(3, 2, own_projection=own), [], lm_head)
-        logits = heads(hidden, None if own else lm_head)
+    for own, conditioned in ((False, True), (True, False)):
+        options = HeadOptions(3, 2, own_projection=own, root_conditioned=conditioned)
+        heads = fresh_heads(options, [], lm_head)
+        logits = heads(hidden, None if own else lm_head, torch.randn(5, 32) if conditioned else None)
         torch.testing.assert_close(logits, (hidden @ lm_head.T)[:, None].expand(5, 3, 30))
 
 

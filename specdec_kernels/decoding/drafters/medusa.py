@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...modules import MedusaHeads
@@ -19,7 +20,8 @@ DEFAULT_TREE = "mc_sim_7b_63"
 class MedusaDrafter:
     """Fill a fixed draft tree with the best candidates of Medusa heads (Cai et al. 2024, arXiv 2401.10774).
 
-    All heads look at the hidden state from which the target chose the pending token. The node at depth *d* with rank
+    All heads look at the hidden state from which the target chose the pending token; root-conditioned heads also look
+    at that token. The node at depth *d* with rank
     *r* holds the *r*-th best token of head *d − 1*, whatever its parent holds: the drafts are deterministic, so the
     draft distribution is a point and `Draft.logits` is None.
 
@@ -27,9 +29,10 @@ class MedusaDrafter:
         heads: used in inference only; on the device and in the dtype of the target's hidden states.
         tree: not deeper than there are heads.
         lm_head_weight: ``(V, C)``, the target's projection, for heads without their own.
+        embedding_weight: ``(V, C)``, the target's input embeddings, for root-conditioned heads.
 
     Raises:
-        ValueError: the tree is too deep, a rank is beyond the vocabulary, or ``lm_head_weight`` is missing, not
+        ValueError: the tree is too deep, a rank is beyond the vocabulary, or one of the weights is missing, not
             wanted, or of another hidden size.
 
     Example:
@@ -39,8 +42,16 @@ class MedusaDrafter:
         4
     """
 
-    def __init__(self, heads: MedusaHeads, tree: DraftTree, lm_head_weight: Tensor | None = None):
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        tree: DraftTree,
+        lm_head_weight: Tensor | None = None,
+        embedding_weight: Tensor | None = None,
+    ):
         _check_projection(heads, lm_head_weight)
+        _check_embedding(heads, embedding_weight)
+        self._embedding = None if embedding_weight is None else embedding_weight.detach()
         self._shared_weight = None if lm_head_weight is None else heads.select_rows(lm_head_weight.detach())
         tree.check_heads(heads.num_heads, heads.num_rows if self._shared_weight is None else len(self._shared_weight))
         self.heads, self.tree = heads, tree
@@ -76,15 +87,16 @@ class MedusaDrafter:
             raise RuntimeError("MedusaDrafter.propose: call begin first")
         ids = pending[:, None]
         if len(self._columns):
+            root = None if self._embedding is None else F.embedding(pending, self._embedding)
             _, candidates, _ = self.heads.topk(
-                self._hidden, self._top_k, self._shared_weight, num_heads=self.tree.max_depth
+                self._hidden, self._top_k, self._shared_weight, root, num_heads=self.tree.max_depth
             )
             ids = torch.cat([ids, candidates.flatten(1).index_select(1, self._columns)], dim=1)
         return Draft(ids, self._parents, self._tree_mask, self._depths, self.tree.max_depth)
 
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
         """Keep the hidden state of each row's last accepted node; ended rows need none, so ``active`` is not read."""
-        path = torch.nn.functional.pad(verification.accepted, (1, 0))  # the root, node 0, comes first
+        path = F.pad(verification.accepted, (1, 0))  # the root, node 0, comes first
         last = path.gather(1, verification.num_accepted[:, None].long()).long()
         self._hidden = output.hidden.gather(1, last[:, :, None].expand(-1, 1, output.hidden.shape[2]))[:, 0]
 
@@ -95,7 +107,8 @@ class MedusaDrafter:
         Args:
             path: a folder or a file, as `MedusaHeads.from_pretrained` takes it.
             model: the target, anything whose ``get_output_embeddings().weight`` is the ``(V, C)`` vocabulary
-                projection. The heads get its device and dtype.
+                projection, and for root-conditioned heads ``get_input_embeddings().weight`` the ``(V, C)`` embeddings.
+                The heads get the projection's device and dtype.
             tree: overrides ``tree.json``. With neither, the nodes of ``mc_sim_7b_63`` that the heads can fill.
 
         Raises:
@@ -112,7 +125,8 @@ class MedusaDrafter:
         if tree is None:
             choices = preset(DEFAULT_TREE).to_choices()
             tree = DraftTree.from_choices([choice for choice in choices if len(choice) <= heads.num_heads])
-        drafter = cls(heads, tree, weight if heads.w_out is None else None)
+        embedding = model.get_input_embeddings().weight if heads.root_conditioned else None
+        drafter = cls(heads, tree, weight if heads.w_out is None else None, embedding)
         drafter.tree_metadata = metadata
         return drafter
 
@@ -128,6 +142,17 @@ def _check_projection(heads: MedusaHeads, lm_head_weight: Tensor | None) -> None
         raise ValueError(f"MedusaDrafter: lm_head_weight {verb} be given: these heads have {has} of their own")
     if lm_head_weight is not None:
         _check_fits(heads, lm_head_weight)
+
+
+def _check_embedding(heads: MedusaHeads, embedding_weight: Tensor | None) -> None:
+    if heads.root_conditioned != (embedding_weight is not None):
+        verb, are = ("must", "are") if heads.root_conditioned else ("must not", "are not")
+        raise ValueError(f"MedusaDrafter: embedding_weight {verb} be given: these heads {are} root-conditioned")
+    if embedding_weight is not None and embedding_weight.shape[1] != heads.hidden_size:
+        raise ValueError(
+            f"MedusaDrafter: the heads are made for embeddings of size {heads.hidden_size}, "
+            f"got {embedding_weight.shape[1]}"
+        )
 
 
 def _check_fits(heads: MedusaHeads, lm_head_weight: Tensor) -> None:
