@@ -28,7 +28,9 @@ LAYERS = {
 SAME_LAYER = {("training", "hf")}
 # What is neither torch nor in the standard library, and the rooms that may import it.
 THIRD_PARTY = {
+    "accelerate": {"training"},
     "optuna": {"training"},
+    "peft": {"training"},
     "safetensors": {"modules", "hf", "training", "cli"},
     "tqdm": {"training", "cli"},
     "transformers": {"hf", "training", "cli"},

@@ -9,6 +9,7 @@ EPILOG = """\
 examples:
   specdec-kernels train medusa --model smollm2 --out heads/smollm2 --head-layers 2 --draft-vocab 16384
   specdec-kernels train medusa --model FOLDER_OR_ID --device cuda --out heads/llama --data prompts.jsonl
+  specdec-kernels train medusa --model FOLDER_OR_ID --device cuda --out heads/llama --joint-epochs 1
 then
   specdec-kernels tree optimize --heads heads/smollm2 --nodes 16
 
@@ -30,7 +31,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     medusa.formatter_class = RawHelp
     add_data_arguments(medusa.add_argument_group("data"))
     _add_head_arguments(medusa.add_argument_group("heads"))
-    _add_training_arguments(medusa.add_argument_group("training"), batch_size=512, rows="rows")
+    _add_training_arguments(
+        medusa.add_argument_group("training"), batch_size=512, rows="rows (conversations with --on-the-fly)"
+    )
+    _add_joint_arguments(medusa.add_argument_group("Medusa-2: then train the model, too"))
     kangaroo = kinds.add_parser("kangaroo", help="a Kangaroo adapter (the model stays frozen)", epilog=KANGAROO_EPILOG)
     kangaroo.formatter_class = RawHelp
     add_data_arguments(kangaroo.add_argument_group("data"))
@@ -49,6 +53,19 @@ def _add_head_arguments(group) -> None:
     group.add_argument("--decay", type=float, default=0.8, help="head k weighs decay^k in the loss")
 
 
+def _add_joint_arguments(group) -> None:
+    group.add_argument(
+        "--joint-epochs", type=float, default=0.0, help="passes over the texts; 0: the model stays as is"
+    )
+    group.add_argument("--joint-batch-size", type=int, default=4, help="conversations of one step")
+    group.add_argument("--joint-lr", type=float, default=1e-4, help="highest learning rate of the model")
+    group.add_argument("--joint-head-rate", type=float, default=4.0, help="the heads' learning rate is so much higher")
+    group.add_argument("--joint-weight", type=float, default=0.2, help="of the heads' loss beside the model's own")
+    group.add_argument("--lora-rank", type=int, default=8, help="train LoRA adapters (needs peft); 0: all weights")
+    group.add_argument("--no-self-distillation", action="store_true", help="the model learns the texts' tokens; by "
+                       "default it keeps its own distribution")  # fmt: skip
+
+
 def _add_adapter_arguments(group) -> None:
     group.add_argument("--exit-layer", type=int, required=True, help="layers of the model that run before the adapter")
     group.add_argument("--kind", choices=("layer", "attention"), default="layer", help="a whole decoder layer, or the "
@@ -59,13 +76,15 @@ def _add_adapter_arguments(group) -> None:
     group.add_argument("--target-temperature", type=float, default=1.0, help="of the model's distribution in the loss")
     group.add_argument("--draft-temperature", type=float, default=1.0, help="of the adapter's distribution in the loss")
     group.add_argument("--answers-only", action="store_true", help="do not learn from the user's turns too")
-    group.add_argument("--on-the-fly", action="store_true", help="keep no hidden states on disk, run the model again")
 
 
 def _add_training_arguments(group, batch_size: int, rows: str) -> None:
     group.add_argument("--epochs", type=float, default=4.0, help=f"passes over the training {rows}")
     group.add_argument("--batch-size", type=int, default=batch_size, help=f"{rows} of one step")
     group.add_argument("--lr", type=float, default=1e-3, help="highest learning rate of AdamW")
+    group.add_argument(
+        "--on-the-fly", action="store_true", help="keep no hidden states on disk, run the model each time"
+    )
     group.add_argument("--save-every", type=int, default=500, help="steps between checkpoints and held-out probes")
 
 
@@ -74,7 +93,7 @@ def run(args: Namespace) -> int:
     train = _train_medusa if args.drafter == "medusa" else _train_kangaroo
     try:
         print(f"wrote {args.out}; next: {train(args)}")
-    except (NotImplementedError, OSError, ValueError) as error:
+    except (ImportError, NotImplementedError, OSError, ValueError) as error:
         print(f"specdec-kernels train {args.drafter}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -92,8 +111,28 @@ def _train_medusa(args: Namespace) -> str:
         soft_targets=args.soft_targets,
         root_conditioned=args.root_conditioned,
     )
-    train_medusa(*places_and_data(args), options, _trainer_options(args), **generation_options(args))
-    return f"specdec-kernels tree optimize --heads {args.out} --nodes 16"
+    train_medusa(
+        *places_and_data(args), options, _trainer_options(args), joint=_joint_options(args), on_the_fly=args.on_the_fly,
+        **generation_options(args),
+    )  # fmt: skip
+    tuned = f" (the heads belong to the tuned model, {args.out}/{'lora' if args.lora_rank else 'model'})"
+    return f"specdec-kernels tree optimize --heads {args.out} --nodes 16" + (tuned if args.joint_epochs else "")
+
+
+def _joint_options(args: Namespace):
+    from ..training.backbone import JointOptions
+    from ..training.trainer import TrainerOptions
+
+    if not args.joint_epochs:
+        return None
+    trainer = TrainerOptions(
+        epochs=args.joint_epochs, batch_size=args.joint_batch_size, lr=args.joint_lr, seed=args.seed,
+        save_every=args.save_every,
+    )  # fmt: skip
+    return JointOptions(
+        trainer, weight=args.joint_weight, head_rate=args.joint_head_rate, lora_rank=args.lora_rank,
+        self_distillation=not args.no_self_distillation,
+    )  # fmt: skip
 
 
 def _train_kangaroo(args: Namespace) -> str:

@@ -52,8 +52,9 @@ class RankCounter:
 
 @torch.no_grad()
 def measure_accuracies(
-    heads, weight: Tensor | None, states: HiddenStates, rows: Iterable[int] | Tensor, max_rank: int = MAX_RANK
-) -> RankCounter:
+    heads, weight: Tensor | None, states: HiddenStates, rows: Iterable[int] | Tensor, max_rank: int = MAX_RANK,
+    counter: RankCounter | None = None,
+) -> RankCounter:  # fmt: skip
     """Measure the heads on cached rows.
 
     Every label of the full vocabulary counts. With ``heads.vocab_map`` a token that the heads cannot propose is a miss.
@@ -64,11 +65,12 @@ def measure_accuracies(
         states: the cache.
         rows: row numbers.
         max_rank: candidates to count.
+        counter: counts to add to.
     """
     rows = torch.as_tensor(rows)
     device = heads.w_res.device
     projection = heads.w_out if weight is None else weight
-    counter = RankCounter(heads.num_heads, min(max_rank, projection.shape[-2]))
+    counter = counter or RankCounter(heads.num_heads, min(max_rank, projection.shape[-2]))
     to_row = row_of_token(heads, device)
     chunk = CHUNK_ROWS.get(device.type, 1024)
     for start in range(0, len(rows), chunk):

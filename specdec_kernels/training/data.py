@@ -4,8 +4,9 @@ A run's folder holds one ``conversations-<worker>.jsonl`` for each generating pr
 conversations finish, so an interrupted run goes on where it stopped.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import torch
 from tqdm import tqdm
 
 from ..hf.load import load_model, load_tokenizer
+from ..hf.prepare import prepare
 from .generate import BatchedWriter, Conversation, Job, Limits, Template
+from .processes import Processes
 
 # The model writes the user's turn itself after the template's user header (Magpie). Every second turn starts from
 # nothing; the others start with one of these words, so that rarer kinds of tasks come up too.
@@ -163,18 +166,27 @@ def is_held_out(conversation: Conversation) -> bool:
     return value % HELD_OUT_EVERY == 0
 
 
+def check_split(conversations: Sequence[Conversation]) -> None:
+    """Raise ValueError unless there are conversations to train on and held-out ones."""
+    for is_wanted, name in ((False, "training"), (True, "held-out")):
+        if not any(is_held_out(c) == is_wanted for c in conversations):
+            raise ValueError(f"no {name} conversations among {len(conversations)}; ask for more tokens")
+
+
 def generate_conversations(
     folder: str | Path, options: GenerationOptions, *, num_tokens: int, num_slots: int = 32, num_workers: int = 1,
     device: str = "cpu",
 ) -> list[Conversation]:  # fmt: skip
     """Generate until the folder holds ``num_tokens`` answer tokens (or the prompts end), and return what it holds.
 
+    Each of several processes of a run (see `Processes`) writes its share.
+
     Args:
         folder: of the run; a run stopped half-way goes on, with the same draws for the conversations that are missing.
         options: what decides the text.
         num_tokens: answer tokens to have in the end, those already there included.
         num_slots: conversations decoded together by each worker.
-        num_workers: processes; on a CPU each uses one thread.
+        num_workers: processes to start; on a CPU each uses one thread.
         device: of the model.
 
     Raises:
@@ -182,15 +194,19 @@ def generate_conversations(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _check_same_options(folder / "generation.json", options)
+    processes = Processes.current(device)
+    if processes.is_first:
+        _check_same_options(folder / "generation.json", options)
     missing = num_tokens - sum(len(c.answer) for c in read_conversations(folder))
+    processes.wait()  # until all have read
     if missing > 0:
-        share = -(-missing // num_workers)
-        arguments = (num_workers, str(folder), options, share, num_slots, device)
-        if num_workers == 1:
-            _generate_share(0, *arguments)
+        num_parts = processes.count if processes.count > 1 else num_workers
+        arguments = (num_parts, str(folder), options, -(-missing // num_parts), num_slots, device)
+        if processes.count > 1 or num_workers == 1:
+            _generate_share(processes.index, *arguments)
         else:
             torch.multiprocessing.spawn(_generate_share, arguments, nprocs=num_workers)
+    processes.wait()
     return read_conversations(folder)
 
 
@@ -217,7 +233,7 @@ def _generate_share(
     else:
         make_job, num_starts = self_jobs(tokenizer, template), 4 * len(OPENERS)
     max_start = max(len(job.start) for job in map(make_job, range(num_starts)) if job)
-    model = load_model(options.model, getattr(torch, options.dtype), device)
+    model = _faster(load_model(options.model, getattr(torch, options.dtype), device))
     writer = BatchedWriter(
         model, template, num_slots=num_slots, limits=options.limits, max_start=max_start, seed=options.seed
     )
@@ -240,3 +256,11 @@ def _generate_share(
             file.flush()
             progress.update(len(conversation.answer))
     progress.close()
+
+
+def _faster(model):
+    """Pack the weights where this machine and the model's family allow it."""
+    if model.device.type == "cpu" and model.dtype == torch.bfloat16:
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            return prepare(model)
+    return model

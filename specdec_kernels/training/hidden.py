@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from .data import is_held_out
 from .generate import Conversation
+from .processes import Processes
 
 IGNORED = -100  # label of a row whose token does not exist (the answer ends before it)
 
@@ -64,10 +65,12 @@ class HiddenStates:
             raise ValueError("HiddenStates: root-conditioned heads need the embeddings")
         return self.embedding[self.pending_ids[rows].to(self.embedding.device)]
 
-    def rows(self, held_out: bool) -> Tensor:
-        """Return the row numbers of a part that have at least one label."""
-        has_label = torch.arange(len(self.ends)) + 1 < self.ends
-        return (has_label & (self.held_out == held_out)).nonzero()[:, 0]
+    def rows(self, held_out: bool | None = None) -> Tensor:
+        """Return the row numbers of a part, or of both, that have at least one label."""
+        wanted = torch.arange(len(self.ends)) + 1 < self.ends
+        if held_out is not None:
+            wanted &= self.held_out == held_out
+        return wanted.nonzero()[:, 0]
 
 
 def cache_hidden_states(
@@ -87,14 +90,25 @@ def cache_hidden_states(
     embedding = model.get_input_embeddings().weight.detach()
     device = embedding.device
 
-    def answer_rows(batch: list[Conversation]) -> Tensor:
-        # Padding is on the right of causal rows: what comes before it never sees it, so no mask is needed.
-        hidden = model.base_model(input_ids=padded_ids(batch, device), use_cache=False).last_hidden_state
-        rows = [h[len(c.prompt) - 1 : len(c.prompt) + len(c.answer) - 1] for h, c in zip(hidden, batch, strict=True)]
-        return torch.cat(rows)
+    def rows_of(batch: list[Conversation]) -> Tensor:
+        return answer_rows(model, padded_ids(batch, device), batch)
 
     store = RowStore(folder, lambda c: len(c.answer), hidden_size, dtype)
-    return HiddenStates(*store.fill(conversations, answer_rows, max_tokens), embedding)
+    return HiddenStates(*store.fill(conversations, rows_of, max_tokens), embedding)
+
+
+def answer_rows(model, ids: Tensor, batch: list[Conversation]) -> Tensor:
+    """Run the backbone on conversations and return the rows ``(n, C)`` before their answers' tokens. Differentiable.
+
+    Args:
+        model: the causal LM.
+        ids: of `padded_ids`.
+        batch: the conversations.
+    """
+    # Padding is on the right of causal rows: what comes before it never sees it, so no mask is needed.
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    rows = [h[len(c.prompt) - 1 : len(c.prompt) + len(c.answer) - 1] for h, c in zip(hidden, batch, strict=True)]
+    return torch.cat(rows)
 
 
 def by_length(conversations: list[Conversation]) -> list[Conversation]:
@@ -128,7 +142,7 @@ class RowStore:
     def fill(
         self, conversations: list[Conversation], rows_of: Callable[[list[Conversation]], Tensor], max_tokens: int
     ) -> tuple[Tensor, list[Conversation]]:
-        """Compute what is missing, after saying how large it gets.
+        """Compute what is missing, after saying how large it gets; of several processes, the first one does.
 
         Args:
             conversations: in any order. What is on disk is kept up to the first conversation that is not among them.
@@ -138,22 +152,31 @@ class RowStore:
         Returns:
             All rows, memory-mapped, and the conversations in their order.
         """
+        processes = Processes.current()
+        if processes.is_first:
+            self._complete(conversations, rows_of, max_tokens)
+        processes.wait()
+        stored = self._stored(conversations)
+        total = sum(map(self.num_rows, stored))
+        rows = torch.from_file(str(self.states), shared=False, size=total * self.width, dtype=self.dtype)
+        return rows.view(total, self.width), stored
+
+    def _complete(self, conversations: list[Conversation], rows_of, max_tokens: int) -> None:
         total, row_bytes = sum(map(self.num_rows, conversations)), self.width * self.dtype.itemsize
         size = f"{total:,} rows × {self.width} × {self.dtype.itemsize} bytes = {total * row_bytes / 1e6:,.1f} MB"
         print(f"hidden states: {size} in {self.states}", flush=True)
         stored = self._stored(conversations)
         kept = set(stored)
         missing = by_length([c for c in conversations if c not in kept])
-        if missing:
-            num_stored = sum(map(self.num_rows, stored))
-            self.lines.write_text("".join(map(self._line, stored)))
-            with open(self.states, "r+b" if self.states.exists() else "w+b") as file:
-                file.truncate(num_stored * row_bytes)
-                file.seek(0, os.SEEK_END)
-                with tqdm(total=total, initial=num_stored, unit="tok", desc="hidden states") as bar:
-                    self._compute(file, bar, missing, rows_of, max_tokens)
-        rows = torch.from_file(str(self.states), shared=False, size=total * self.width, dtype=self.dtype)
-        return rows.view(total, self.width), stored + missing
+        if not missing:
+            return
+        num_stored = sum(map(self.num_rows, stored))
+        self.lines.write_text("".join(map(self._line, stored)))
+        with open(self.states, "r+b" if self.states.exists() else "w+b") as file:
+            file.truncate(num_stored * row_bytes)
+            file.seek(0, os.SEEK_END)
+            with tqdm(total=total, initial=num_stored, unit="tok", desc="hidden states") as bar:
+                self._compute(file, bar, missing, rows_of, max_tokens)
 
     @torch.inference_mode()
     def _compute(self, file, bar, missing: list[Conversation], rows_of, max_tokens: int) -> None:

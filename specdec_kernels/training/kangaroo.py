@@ -10,11 +10,12 @@ from torch import Tensor
 from ..hf.load import load_model
 from ..modules.kangaroo import KangarooAdapter, rope_of
 from .calibrate import MAX_RANK, RankCounter, format_accuracies, row_of_token, save_accuracies
-from .data import HELD_OUT_EVERY, GenerationOptions, generate_conversations, is_held_out
+from .data import HELD_OUT_EVERY, GenerationOptions, check_split, generate_conversations, is_held_out
 from .generate import Conversation
 from .hidden import IGNORED
-from .losses import CHUNK_ROWS, linear_cross_entropy
+from .losses import CHUNK_ROWS, linear_cross_entropy, mean_count
 from .medusa import base_model_name, frequent_tokens
+from .processes import Processes
 from .sequences import LiveStates, SequenceBatch, SequenceStates, split, store_states
 from .trainer import Trainer, TrainerOptions
 
@@ -92,6 +93,7 @@ class AdapterLoss:
         self.adapter, self.states, self.options = adapter, states, options
         self.weight = adapter.select_rows(lm_head_weight).detach()
         self.to_row = row_of_token(adapter, self.weight.device)
+        self.processes = Processes.current()
         self.template_len = _common_prefix([c.prompt for c in states.conversations])
 
     def __call__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,12 +108,12 @@ class AdapterLoss:
         labels = batch.next_ids[where].to(device)
         soft = hard = x.new_zeros((), dtype=torch.float32)
         if options.alpha < 1:
-            soft = linear_cross_entropy(
-                x / options.draft_temperature, self.weight, labels, teacher / options.target_temperature, self.weight
-            )
+            student, teacher = x / options.draft_temperature, teacher / options.target_temperature
+            count = mean_count(labels, self.processes)
+            soft = linear_cross_entropy(student, self.weight, labels, teacher, self.weight, count)
         if options.alpha > 0:
             rows = labels if self.to_row is None else self.to_row[labels]
-            hard = linear_cross_entropy(x, self.weight, rows)
+            hard = linear_cross_entropy(x, self.weight, rows, num_labels=mean_count(rows, self.processes))
         loss = (1 - options.alpha) * soft + options.alpha * hard
         return loss, torch.stack([soft.detach(), hard.detach()])
 
@@ -215,31 +217,33 @@ def train_kangaroo(
         ValueError: the work folder holds a run with other options, too few conversations to hold some out, or options
             that do not fit the model.
     """
-    out, work = Path(out), Path(work)
+    out, work, processes = Path(out), Path(work), Processes.current(device)
     conversations = generate_conversations(
         work, generation, num_tokens=num_tokens, num_slots=num_slots, num_workers=num_workers, device=device
     )
     model = load_model(generation.model, getattr(torch, generation.dtype), device)
     weight = model.get_output_embeddings().weight.detach()
     adapter = fresh_adapter(options, conversations, model)
-    for is_wanted, name in ((False, "training"), (True, "held-out")):
-        if not any(is_held_out(c) == is_wanted for c in conversations):
-            raise ValueError(f"no {name} conversations among {len(conversations)}; ask for more tokens")
+    check_split(conversations)
     states: SequenceStates
     if on_the_fly:
         states = LiveStates(conversations, model, options.exit_layer)
     else:
         states = store_states(work / "hidden", conversations, model, options.exit_layer, dtype=weight.dtype)
-    print(f"training {sum(p.numel() for p in adapter.parameters()):,} parameters on {len(split(states)[0]):,} texts")
+    if processes.is_first:
+        print(
+            f"training {sum(p.numel() for p in adapter.parameters()):,} parameters on {len(split(states)[0]):,} texts"
+        )
     trainer = train_adapter(adapter, weight, states, work / "training", options, trainer_options)
     adapter.metadata = {"base_model_name_or_path": base_model_name(generation.model)}
     adapter = adapter.to(weight.dtype).requires_grad_(False)
-    adapter.save_pretrained(out)
-    trainer.copy_curve(out)
-    report = _measure(adapter, weight, states)
-    save_accuracies(out / "accuracy.json", **report, **asdict(options), model=base_model_name(generation.model),
-                    command=command)  # fmt: skip
-    print(format_accuracies(report["accuracies"], report["num_labels"], ahead=1))
+    if processes.is_first:
+        adapter.save_pretrained(out)
+        trainer.copy_curve(out)
+        report = _measure(adapter, weight, states)
+        save_accuracies(out / "accuracy.json", **report, **asdict(options), model=base_model_name(generation.model),
+                        command=command)  # fmt: skip
+        print(format_accuracies(report["accuracies"], report["num_labels"], ahead=1))
     return adapter
 
 

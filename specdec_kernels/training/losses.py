@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .hidden import IGNORED
+from .processes import Processes
 
 # Rows whose logits are held at once. 128 rows of 16k fp32 logits are 8 MB: they stay in a CPU's cache between the
 # softmax passes, and a GPU still has enough of them.
@@ -15,8 +16,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Cross-entropy of ``x Wᵀ`` whose logits exist for one chunk of rows at a time; gradients come in the same pass."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, labels: Tensor, teacher: Tensor | None, teacher_weight: Tensor | None):
-        num_valid = (labels != IGNORED).sum().clamp_min(1)
+    def forward(ctx, x: Tensor, weight: Tensor, labels: Tensor, teacher, teacher_weight, num_labels: Tensor | None):
+        num_valid = (labels != IGNORED).sum().clamp_min(1) if num_labels is None else num_labels
         grad_x = torch.empty_like(x)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         total = x.new_zeros((), dtype=torch.float32)
@@ -44,12 +45,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss, None if grad_weight is None else grad_weight * grad_loss, None, None, None
+        return grad_x * grad_loss, None if grad_weight is None else grad_weight * grad_loss, None, None, None, None
+
+
+def mean_count(labels: Tensor, processes: Processes) -> Tensor | None:
+    """Return how many labels in each column are not −100, as the mean over several processes; None in a lone one.
+
+    Each process's sum of losses divided by this, and averaged, is the mean over the labels of all processes.
+    """
+    if processes.count == 1:
+        return None
+    return processes.mean((labels != IGNORED).sum(0).float()).clamp_min(1 / processes.count)
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, teacher: Tensor | None = None, teacher_weight: Tensor | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, labels: Tensor, teacher: Tensor | None = None, teacher_weight: Tensor | None = None,
+    num_labels: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the mean of ``−log softmax(x Wᵀ)[label]`` over the labels that are not −100; 0 when there is none.
 
     Equal to `torch.nn.functional.cross_entropy` on ``x @ weight.T``, without storing the logits. With a teacher the
@@ -62,8 +74,9 @@ def linear_cross_entropy(
             teacher only whether they are −100 counts.
         teacher: ``(n, C)`` hidden states in ``x``'s dtype, or None; no gradient goes there.
         teacher_weight: ``(V, C)`` in ``x``'s dtype; needed with a teacher.
+        num_labels: a scalar to divide the sum by instead of the number of labels, see `mean_count`.
     """
-    return _LinearCrossEntropy.apply(x, weight, labels, teacher, teacher_weight)
+    return _LinearCrossEntropy.apply(x, weight, labels, teacher, teacher_weight, num_labels)
 
 
 def head_weights(num_heads: int, decay: float) -> list[float]:
@@ -73,7 +86,7 @@ def head_weights(num_heads: int, decay: float) -> list[float]:
 
 def medusa_loss(
     states: Tensor, weight: Tensor, labels: Tensor, decay: float,
-    teacher: Tensor | None = None, teacher_weight: Tensor | None = None,
+    teacher: Tensor | None = None, teacher_weight: Tensor | None = None, num_labels: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return Medusa-1's loss ``Σ_k λ^k · CE_k`` and the heads' own cross-entropies.
 
@@ -85,6 +98,7 @@ def medusa_loss(
         teacher: ``(n, M, C)`` for the backbone's own distribution as the target of each head, see
             `linear_cross_entropy`; None for the labels.
         teacher_weight: ``(V, C)``, with a teacher.
+        num_labels: ``(M,)`` to divide by, see `mean_count`; None: each head's own.
 
     Returns:
         The loss, a scalar, and ``(M,)`` cross-entropies without gradient.
@@ -92,8 +106,9 @@ def medusa_loss(
     num_heads = states.shape[1]
     weights = weight if weight.dim() == 3 else [weight] * num_heads
     teachers = [None] * num_heads if teacher is None else teacher.unbind(1)
+    counts = [None] * num_heads if num_labels is None else num_labels.unbind()
     losses = [
-        linear_cross_entropy(states[:, k], weights[k], labels[:, k], teachers[k], teacher_weight)
+        linear_cross_entropy(states[:, k], weights[k], labels[:, k], teachers[k], teacher_weight, counts[k])
         for k in range(num_heads)
     ]
     parts = torch.stack(losses)

@@ -1,8 +1,8 @@
-"""Train Medusa heads on a frozen backbone (Medusa-1), from nothing but the model."""
+"""Train Medusa heads, on a frozen backbone (Medusa-1) or with it (Medusa-2), from nothing but the model."""
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -10,36 +10,15 @@ from torch import Tensor
 
 from ..hf.load import PACKAGED_MODEL, load_model
 from ..modules.medusa import MedusaHeads
-from .calibrate import format_accuracies, measure_accuracies, row_of_token, save_accuracies, states_of_heads
-from .data import HELD_OUT_EVERY, GenerationOptions, generate_conversations, is_held_out
+from .backbone import Backbone, JointOptions, check_lora
+from .calibrate import format_accuracies, measure_accuracies, save_accuracies
+from .data import HELD_OUT_EVERY, GenerationOptions, check_split, generate_conversations, is_held_out
 from .generate import Conversation
+from .head_loss import HeadLoss, HeadOptions
 from .hidden import HiddenStates, cache_hidden_states
-from .losses import medusa_loss
-from .trainer import Trainer, TrainerOptions
-
-
-@dataclass(frozen=True)
-class HeadOptions:
-    """The shape of the heads and their loss.
-
-    Attributes:
-        num_heads: ``M``.
-        num_layers: residual layers of each head.
-        own_projection: each head owns ``(V', C)``; otherwise the frozen ``lm_head`` serves all.
-        draft_vocab: rows of the projection: the most frequent tokens of the training answers. 0 = the whole
-            vocabulary. Fewer rows train and draft faster; a token outside is never drafted (the output stays exact).
-        decay: ``λ`` of the loss.
-        soft_targets: learn the backbone's whole distribution at each label's position instead of the label alone.
-        root_conditioned: the heads see the pending token, too, see `MedusaHeads`.
-    """
-
-    num_heads: int = 4
-    num_layers: int = 1
-    own_projection: bool = False
-    draft_vocab: int = 0
-    decay: float = 0.8
-    soft_targets: bool = False
-    root_conditioned: bool = True
+from .medusa_live import measure_live, train_live
+from .processes import Processes
+from .trainer import CURVE, Trainer, TrainerOptions
 
 
 def frequent_tokens(conversations: Iterable[Conversation], size: int, vocab_size: int) -> Tensor:
@@ -71,19 +50,10 @@ def train_heads(
     """
     device = heads.w_res.device
     weight = heads.select_rows(lm_head_weight).detach().to(device, compute_dtype)
-    to_row = row_of_token(heads, device)
-    mixed = torch.autocast(device.type, compute_dtype, enabled=compute_dtype != torch.float32)
+    head_loss = HeadLoss(heads, options, compute_dtype)
 
     def loss_of(rows: Tensor) -> tuple[Tensor, Tensor]:
-        labels, teacher = states.labels(rows, heads.num_heads).to(device), None
-        if options.soft_targets:
-            teacher = states.teachers(rows, heads.num_heads).to(device, compute_dtype)
-        elif to_row is not None:
-            labels = torch.where(labels < 0, labels, to_row[labels.clamp_min(0)])
-        with mixed:
-            hidden = states_of_heads(heads, states, rows, compute_dtype)
-        own = weight if heads.w_out is None else heads.w_out
-        return medusa_loss(hidden, own, labels, options.decay, teacher, weight)
+        return head_loss(states, rows, weight)
 
     held_out = states.rows(held_out=True)
     probes = held_out[torch.linspace(0, max(0, len(held_out) - 1), min(num_probes, len(held_out))).long()]
@@ -102,17 +72,20 @@ def train_heads(
 def train_medusa(
     out: str | Path, work: str | Path, generation: GenerationOptions, options: HeadOptions,
     trainer_options: TrainerOptions, *, num_tokens: int, num_slots: int = 32, num_workers: int = 1,
-    device: str = "cpu", command: str = "",
+    joint: JointOptions | None = None, on_the_fly: bool = False, device: str = "cpu", command: str = "",
 ) -> MedusaHeads:  # fmt: skip
     """Make the data, cache the hidden states, train, measure, and save; each stage goes on where it stopped.
 
     Args:
-        out: folder of the result: weights, ``config.json``, ``accuracy.json``, ``training_curve.jsonl`` and ``.svg``.
+        out: folder of the result: weights, ``config.json``, ``accuracy.json``, ``training_curve.jsonl`` and ``.svg``;
+            with ``joint`` also ``lora/`` or ``model/``, and the curve of the heads alone as ``warm_up_curve``.
         work: folder of the data, the cached states and the checkpoints; may be deleted afterwards.
         generation: model, prompts and sampling.
-        options, trainer_options: what and how to train.
+        options, trainer_options: what and how to train; ``batch_size`` counts rows, or conversations ``on_the_fly``.
         num_tokens: answer tokens to train and measure on.
         num_slots, num_workers: of the generation, see `generate_conversations`.
+        joint: Medusa-2: train the backbone, too, once the heads are trained (warmed up) on it as it is.
+        on_the_fly: run the backbone for each batch instead of keeping its states on disk.
         device: of everything.
         command: written to ``accuracy.json``.
 
@@ -121,31 +94,45 @@ def train_medusa(
 
     Raises:
         ValueError: the work folder holds a run with other options, or too few conversations to hold some out.
+        ImportError: LoRA, and ``peft`` is not installed.
     """
-    out, work = Path(out), Path(work)
+    check_lora(joint)
+    out, work, processes = Path(out), Path(work), Processes.current(device)
     conversations = generate_conversations(
         work, generation, num_tokens=num_tokens, num_slots=num_slots, num_workers=num_workers, device=device
     )
+    check_split(conversations)
     model = load_model(generation.model, getattr(torch, generation.dtype), device)
-    lm_head_weight = model.get_output_embeddings().weight.detach()
-    states = cache_hidden_states(
-        work / "hidden", conversations, model, hidden_size=lm_head_weight.shape[1], dtype=lm_head_weight.dtype
-    )
-    for held_out, name in ((False, "training"), (True, "held-out")):
-        if len(states.rows(held_out)) == 0:
-            raise ValueError(f"no {name} rows in {len(conversations)} conversations; ask for more tokens")
-    heads = fresh_heads(options, conversations, lm_head_weight)
-    print(f"training {sum(p.numel() for p in heads.parameters()):,} parameters on {len(states.rows(False)):,} rows")
-    trainer = train_heads(
-        heads, lm_head_weight, states, work / "training", options, trainer_options, compute_dtype=lm_head_weight.dtype
-    )
+    weight = model.get_output_embeddings().weight.detach()
+    heads = fresh_heads(options, conversations, weight)
+    if processes.is_first:
+        num_training = sum(not is_held_out(c) for c in conversations)
+        print(f"training {sum(p.numel() for p in heads.parameters()):,} parameters on {num_training:,} texts")
+    states = None
+    if on_the_fly:
+        trainer = train_live(heads, Backbone(model), conversations, work / "training", options, trainer_options)
+    else:
+        states = cache_hidden_states(
+            work / "hidden", conversations, model, hidden_size=weight.shape[1], dtype=weight.dtype
+        )
+        trainer = train_heads(
+            heads, weight, states, work / "training", options, trainer_options, compute_dtype=weight.dtype
+        )
+    trainers, backbone = {CURVE: trainer}, Backbone(model, joint, generation.seed)
+    if joint is not None:
+        states = None  # the backbone has others now
+        joined = train_live(heads, backbone, conversations, work / "joint", options, joint.trainer, joint)
+        trainers = {"warm_up_curve": trainer, CURVE: joined}
     heads.metadata = {"base_model_name_or_path": base_model_name(generation.model)}
-    heads = heads.to(lm_head_weight.dtype).requires_grad_(False)
-    heads.save_pretrained(out)
-    trainer.copy_curve(out)
-    report = _measure(heads, lm_head_weight, states)
-    save_accuracies(out / "accuracy.json", **report, model=base_model_name(generation.model), command=command)
-    print(format_accuracies(report["accuracies"], report["num_labels"]))
+    heads = heads.to(weight.dtype).requires_grad_(False)
+    if processes.is_first:
+        heads.save_pretrained(out)
+        backbone.save(out, generation.model)
+        for name, trained in trainers.items():
+            trained.copy_curve(out, name)
+        report = _measure(heads, backbone, conversations, states)
+        save_accuracies(out / "accuracy.json", **report, model=base_model_name(generation.model), command=command)
+        print(format_accuracies(report["accuracies"], report["num_labels"]))
     return heads
 
 
@@ -169,22 +156,30 @@ def fresh_heads(options: HeadOptions, conversations: Iterable[Conversation], lm_
     return heads
 
 
-def _measure(heads: MedusaHeads, lm_head_weight: Tensor, states: HiddenStates) -> dict:
-    """Measure all held-out answers, and the greedy ones alone."""
-    weight = heads.select_rows(lm_head_weight) if heads.w_out is None else None
-    held_out = states.rows(held_out=True)
-    everything = measure_accuracies(heads, weight, states, held_out)
-    greedy = measure_accuracies(heads, weight, states, held_out[states.greedy[held_out]])
-    return {
+def _measure(
+    heads: MedusaHeads, backbone: Backbone, conversations: Sequence[Conversation], states: HiddenStates | None
+) -> dict:
+    """Measure all held-out answers, and the greedy ones alone, on cached states or on the running backbone."""
+    if states is not None:
+        weight = heads.select_rows(backbone.weight) if heads.w_out is None else None
+        rows = states.rows(held_out=True)
+        everything = measure_accuracies(heads, weight, states, rows)
+        greedy = measure_accuracies(heads, weight, states, rows[states.greedy[rows]])
+    else:
+        held_out = [c for c in conversations if is_held_out(c)]
+        everything, kept = measure_live(heads, backbone, held_out)
+        greedy, _ = measure_live(heads, backbone, [c for c in held_out if c.greedy])
+    report = {
         "accuracies": everything.accuracies(),
         "greedy_heads": greedy.accuracies(),
         "num_labels": everything.totals.tolist(),
         "split": f"held-out conversations, 1 in {HELD_OUT_EVERY} by a hash of the prompt, never trained on",
-        "training_tokens": len(states.rows(held_out=False)),
-        "held_out_tokens": len(held_out),
+        "training_tokens": sum(len(c.answer) - 1 for c in conversations if not is_held_out(c)),
+        "held_out_tokens": sum(len(c.answer) - 1 for c in conversations if is_held_out(c)),
         "projection_rows": heads.num_rows,
         "vocab_size": heads.vocab_size,
     }
+    return report | ({"same_as_original": round(kept, 6)} if backbone.is_tuned else {})
 
 
 def base_model_name(name: str) -> str:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from .curve import NAME as CURVE
 from .curve import append_entry, draw_curve, read_entries
+from .processes import Processes
 
 
 @dataclass(frozen=True)
@@ -77,33 +78,45 @@ class Trainer:
 
     Args:
         module: whose parameters with ``requires_grad`` are trained.
-        loss_of: given row numbers ``(n,)`` returns the loss and further numbers ``(…,)`` for the curve.
+        loss_of: given row numbers ``(n,)`` returns the loss and further numbers ``(…,)`` for the curve. In one of
+            several processes it gets that process's share of the step's rows, and the mean over the processes counts.
         rows: row numbers to train on.
         options: how to optimise.
         folder: gets ``checkpoint.pt``, ``training_curve.jsonl`` and its picture, ``training_curve.svg``; a checkpoint
             that is there is continued.
-        evaluate: called at every checkpoint; what it returns goes to the curve.
+        evaluate: called at every checkpoint, by the first process; what it returns goes to the curve.
         task: what else decides the result (numbers and texts); a checkpoint of another task is not continued.
         parts: names of the further numbers, for the picture; by default ``head 1``, ``head 2``, ….
+        rate_of: by what a parameter's learning rate is multiplied, given its name; 1 for all by default.
+
+    Raises:
+        ValueError: there are more processes than rows in a step.
     """
 
     def __init__(
         self, module: nn.Module, loss_of: Callable[[Tensor], tuple[Tensor, Tensor]], rows: Tensor,
         options: TrainerOptions, folder: str | Path, *, evaluate: Callable[[], dict] | None = None,
-        task: dict | None = None, parts: Sequence[str] = (),
+        task: dict | None = None, parts: Sequence[str] = (), rate_of: Callable[[str], float] | None = None,
     ):  # fmt: skip
-        self.module, self.loss_of, self.options, self.evaluate = module, loss_of, options, evaluate
+        self.module, self.loss_of, self.options = module, loss_of, options
+        self.evaluate, self.parts = evaluate, parts
+        self.processes = Processes.current()
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.order = RowOrder(rows, options.batch_size, options.seed)
+        if self.order.batch_size < self.processes.count:
+            raise ValueError(f"{self.order.batch_size} rows in a step are too few for {self.processes.count} processes")
         self.num_steps = max(1, round(options.epochs * self.order.steps_per_epoch))
         self.identity = {"options": asdict(options), "num_rows": len(rows), "task": task or {}}
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=options.lr, weight_decay=options.weight_decay)
+        self.named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        by_scale: dict[float, list[nn.Parameter]] = {}
+        for name, parameter in self.named.items():
+            by_scale.setdefault(rate_of(name) if rate_of else 1.0, []).append(parameter)
+        groups = [{"params": parameters, "scale": scale} for scale, parameters in by_scale.items()]
+        self.optimizer = torch.optim.AdamW(groups, lr=options.lr, weight_decay=options.weight_decay)
         self.step = 0
         self.seconds = 0.0
         self.window: list[list[float]] = []
-        self.parts = parts
         self.curve = self.folder / f"{CURVE}.jsonl"
         self.checkpoint = self.folder / "checkpoint.pt"
 
@@ -115,7 +128,8 @@ class Trainer:
         """
         self._resume()
         last = self.num_steps if stop_after is None else min(self.num_steps, self.step + stop_after)
-        with tqdm(total=self.num_steps, initial=self.step, unit="step", desc="training") as bar:
+        hidden = not self.processes.is_first
+        with tqdm(total=self.num_steps, initial=self.step, unit="step", desc="training", disable=hidden) as bar:
             while self.step < last:
                 started = time.perf_counter()
                 numbers = self._one_step()
@@ -131,49 +145,63 @@ class Trainer:
     def _one_step(self) -> list[float]:
         rate = learning_rate(self.step, self.num_steps, self.options)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        loss, numbers = self.loss_of(self.order[self.step])
+            group["lr"] = rate * group["scale"]
+        loss, numbers = self.loss_of(self.processes.share(self.order[self.step]))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.parameters, self.options.max_grad_norm)
+        self.processes.average_gradients(self.named.values())
+        nn.utils.clip_grad_norm_(self.named.values(), self.options.max_grad_norm)
         self.optimizer.step()
-        return [float(loss.detach()), *numbers.tolist()]
+        return self.processes.mean(torch.cat([loss.detach().float()[None], numbers.float()])).tolist()
 
     def _log(self) -> float:
         loss, *numbers = (sum(column) / len(column) for column in zip(*self.window, strict=True))
         rate = learning_rate(self.step - 1, self.num_steps, self.options)
-        entry = {"step": self.step, "loss": loss, "head_losses": numbers, "lr": rate, "seconds": self.seconds}
-        append_entry(self.curve, entry)
+        if self.processes.is_first:
+            entry = {"step": self.step, "loss": loss, "head_losses": numbers, "lr": rate, "seconds": self.seconds}
+            append_entry(self.curve, entry)
         self.window = []
         return loss
 
     def _save(self) -> None:
-        if self.evaluate is not None:
-            append_entry(self.curve, {"step": self.step, **self.evaluate()})
-        state = {
-            "step": self.step, "seconds": self.seconds, "window": self.window, "identity": self.identity,
-            "module": self.module.state_dict(), "optimizer": self.optimizer.state_dict(),
-        }  # fmt: skip
-        temporary = self.checkpoint.with_suffix(".tmp")
-        torch.save(state, temporary)
-        os.replace(temporary, self.checkpoint)
-        draw_curve(self.curve, self.parts)
+        if self.processes.is_first:
+            if self.evaluate is not None:
+                append_entry(self.curve, {"step": self.step, **self.evaluate()})
+            state = {
+                "step": self.step, "seconds": self.seconds, "window": self.window, "identity": self.identity,
+                "module": {name: p.detach() for name, p in self.named.items()},
+                "optimizer": self.optimizer.state_dict(),
+            }  # fmt: skip
+            temporary = self.checkpoint.with_suffix(".tmp")
+            torch.save(state, temporary)
+            os.replace(temporary, self.checkpoint)
+            draw_curve(self.curve, self.parts)
+        self.processes.wait()
 
     def _resume(self) -> None:
-        if self.step or not self.checkpoint.exists():
-            if not self.step:
+        if not self.step and self.checkpoint.exists():
+            self._load()
+        elif not self.step:
+            self.processes.start_alike(self.named.values())
+            if self.processes.is_first:
                 self.curve.unlink(missing_ok=True)
-            return
-        state = torch.load(self.checkpoint, map_location=self.parameters[0].device, weights_only=True)
+        # Nobody writes a checkpoint while another process is still looking for one.
+        self.processes.wait()
+
+    def _load(self) -> None:
+        state = torch.load(self.checkpoint, map_location=next(iter(self.named.values())).device, weights_only=True)
         different = [name for name, value in self.identity.items() if state["identity"][name] != value]
         if different:
             raise ValueError(f"{self.checkpoint} was made with other {', '.join(different)}; remove it to start over")
-        self.module.load_state_dict(state["module"])
+        with torch.no_grad():
+            for name, parameter in self.named.items():
+                parameter.copy_(state["module"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds, self.window = state["step"], state["seconds"], state["window"]
-        kept = [entry for entry in read_entries(self.curve) if entry["step"] <= self.step]
-        self.curve.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        if self.processes.is_first:
+            kept = [entry for entry in read_entries(self.curve) if entry["step"] <= self.step]
+            self.curve.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
 
-    def copy_curve(self, folder: Path) -> None:
+    def copy_curve(self, folder: Path, name: str = CURVE) -> None:
         """Put the curve and its picture into a folder."""
-        draw_curve(Path(shutil.copy(self.curve, folder)), self.parts)
+        draw_curve(Path(shutil.copy(self.curve, folder / f"{name}.jsonl")), self.parts)

@@ -1,8 +1,10 @@
 import json
 
 import pytest
+import torch
 
 from specdec_kernels.cli.__main__ import main
+from specdec_kernels.hf.load import load_model, load_tokenizer
 from specdec_kernels.modules.medusa import MedusaHeads
 from specdec_kernels.tree import DraftTree
 
@@ -66,6 +68,16 @@ def test_one_command_makes_an_adapter(tiny, tmp_path, capsys):
     }
     assert main([*command, "--exit-layer", "9"]) == 2
     assert "exit_layer must be in [1, 1], got 9" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_medusa_2_by_one_command(tiny, tmp_path, capsys):
+    out = tmp_path / "heads"
+    options = ("--joint-epochs", "0.5", "--lora-rank", "0", "--on-the-fly", "--batch-size", "8")
+    assert main(arguments(tiny, out, *options)) == 0
+    assert f"belong to the tuned model, {out}/model" in capsys.readouterr().out
+    assert load_model(str(out / "model"), torch.float32).config.hidden_size == 32
+    assert load_tokenizer(str(out / "model")).chat_template
+    assert {p.name for p in out.iterdir()} >= {"training_curve.svg", "warm_up_curve.svg", "warm_up_curve.jsonl"}
 
 
 def test_errors_are_one_line(tiny, tmp_path, capsys):

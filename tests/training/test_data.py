@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from specdec_kernels.hf.load import load_tokenizer
+from specdec_kernels.hf.prepare import PreparedLinear
 from specdec_kernels.training import data
 from specdec_kernels.training.data import (
     GenerationOptions,
@@ -121,6 +122,22 @@ def test_interrupted_generation_continues_to_the_same_texts(tiny, tmp_path, monk
 def test_enough_text_is_not_extended(tiny, tmp_path):
     first = generate_conversations(tmp_path, options(tiny), num_tokens=40, num_slots=2)
     assert generate_conversations(tmp_path, options(tiny), num_tokens=40, num_slots=2) == first
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bf16_texts_are_written_with_packed_weights(tiny, tmp_path, monkeypatch, dtype):
+    models = []
+
+    class Watched(data.BatchedWriter):
+        def __init__(self, model, *args, **more):
+            models.append(model)
+            super().__init__(model, *args, **more)
+
+    monkeypatch.setattr(data, "BatchedWriter", Watched)
+    found = generate_conversations(tmp_path, options(tiny, dtype=dtype), num_tokens=40, num_slots=2)
+    assert sum(len(c.answer) for c in found) >= 40
+    packed = any(isinstance(module, PreparedLinear) for module in models[0].modules())
+    assert packed == (dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -202,7 +202,7 @@ def test_gradients_are_those_of_the_plain_loss(tmp_path):
 
 
 def test_too_little_text_is_refused(tiny, tmp_path):
-    with pytest.raises(ValueError, match=r"no (training|held-out) rows"):
+    with pytest.raises(ValueError, match=r"no (training|held-out) conversations"):
         train_medusa(
             tmp_path / "out", tmp_path / "work", generation(tiny), HeadOptions(), TRAINER, num_tokens=1, num_slots=1
         )
