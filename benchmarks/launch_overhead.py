@@ -17,11 +17,9 @@ import torch
 from benchmarks.machine import describe_machine
 from specdec_kernels import tree_attention
 from specdec_kernels._ops import NAMESPACE
+from specdec_kernels._registry import OPS, _lazy_launcher
 from specdec_kernels.kernels import _aot
-from specdec_kernels.kernels.tree_attention import tree_attention_triton
 from specdec_kernels.ops import tree_attention as op_module
-
-OPTIONS = dict.fromkeys(("scale", "softcap", "window", "sinks", "k_scale", "v_scale"))
 
 
 def time_us(call: Callable, repeats: int) -> float:
@@ -41,7 +39,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=100, help="batches of 100 calls")
     repeats = parser.parse_args().repeats
     library = torch.library.Library(NAMESPACE, "IMPL")
-    library.impl("tree_attention", tree_attention_triton, "CPU")
+    launcher = _lazy_launcher(OPS["tree_attention"].triton)
+    library.impl("tree_attention", launcher, "CPU")
     op_module.values_readable = lambda *tensors: False  # as for GPU tensors
 
     q = torch.empty(1, 26, 32, 128, dtype=torch.bfloat16)
@@ -51,10 +50,11 @@ def main() -> None:
     with _aot.stub_driver("sm_90", "time", lambda *_: None):
         print("Llama-3-8B, T = 26, 4096 rows; two kernels, attention and merge; median µs a call:")
         for name, call in {
-            "launcher": lambda: tree_attention_triton(*args, **OPTIONS),
+            "launcher": lambda: launcher(*args),
             "whole op": lambda: tree_attention(*args),
+            "with a scale": lambda: tree_attention(*args, scale=0.1),
         }.items():
-            print(f"{name:10} {time_us(call, repeats):6.1f}", flush=True)
+            print(f"{name:12} {time_us(call, repeats):6.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Launch parameters of one tree attention call: which tile, how many splits."""
+"""Launch parameters of one tree attention call: which tile, how many splits, and every number the kernels are given."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -89,3 +89,55 @@ def _worthwhile_len(num_rows: int, head_dim: int, v_dim: int, itemsize: int) -> 
     A row's partial result is written and read in fp32; a key and a value are read once for all rows of a tile.
     """
     return -(-2 * 8 * num_rows * v_dim // ((head_dim + v_dim) * itemsize))
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """What the kernels are told of a call's shapes and strides: worked out once, looked up in each layer of a model."""
+
+    out_shape: tuple[int, int, int, int]
+    partial_shape: tuple[int, int, int, int, int]
+    grid: tuple[int, int, int]
+    merge_grid: tuple[int, int, int]
+    num_splits: int
+    scale: float  # where the caller has none
+    sizes: tuple[int, int, int]  # num_nodes, num_splits, min_split_len
+    rest: tuple  # the attention kernel's arguments from group_size on, but for the strides of the scales
+    constants: tuple
+    facts: tuple  # of all these, what the choice of a binary follows from
+
+
+@lru_cache(4096)  # a cache that grows at every step has other strides in each
+def geometry(
+    plan: Plan,
+    q: tuple[tuple[int, ...], tuple[int, ...]],  # shape and strides
+    k_strides: tuple[int, ...],
+    v: tuple[tuple[int, ...], tuple[int, ...]],
+    table: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    mask_is_shared: bool,
+    window: int | None,
+) -> Geometry:
+    """Work out the numbers of a call."""
+    (batch, num_nodes, num_q_heads, head_dim), q_strides = q
+    (_, page_size, num_kv_heads, v_dim), v_strides = v
+    group_size = num_q_heads // num_kv_heads
+    num_row_tiles = -(-num_nodes * group_size // plan.block_m)
+    max_keys = page_size if table is None else table[0][1] * page_size
+    if window is not None:
+        max_keys = min(max_keys, window + num_nodes + plan.block_n)
+    num_splits = plan.num_splits(max_keys, num_row_tiles * num_kv_heads)
+    page_size = 0 if table is None else page_size
+    strides = (*q_strides[:3], *k_strides[:3], *v_strides[:3])
+    mask_stride = 0 if mask_is_shared else num_nodes * ((num_nodes + 63) // 64)
+    return Geometry(
+        out_shape=(batch, num_nodes, num_q_heads, v_dim),
+        partial_shape=(batch, num_splits, num_nodes, num_q_heads, v_dim),
+        grid=(num_row_tiles * num_splits, num_kv_heads, batch),
+        merge_grid=(num_nodes * num_q_heads, batch, 1),
+        num_splits=num_splits,
+        scale=head_dim**-0.5,
+        sizes=(num_nodes, num_splits, plan.min_split_len),
+        rest=(group_size, *strides, 0 if table is None else table[1][0], mask_stride),
+        constants=(head_dim, v_dim, page_size, plan.precision, *plan.blocks),
+        facts=(plan, page_size, *strides),
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._registry import OPS
 from . import _common
-from ._attention_plan import MERGE_OPTIONS, Plan, choose_plan
+from ._attention_plan import MERGE_OPTIONS, Plan, choose_plan, geometry
 from ._attention_tiles import (
     accumulate,
     depths,
@@ -197,67 +197,66 @@ def paged_tree_attention_triton(
 
 
 def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Plan | None:
-    device, num_rows = _common.device_of(q), q.shape[1] * (q.shape[2] // k_cache.shape[2])
-    precision = _common.dot_precision(q)
-    return choose_plan(device, q.dtype, k_cache.dtype, q.shape[3], v_cache.shape[3], num_rows, precision)
+    q_shape, v_shape = q.shape, v_cache.shape
+    num_rows = q_shape[1] * (q_shape[2] // v_shape[2])
+    device, precision = _common.device_of(q), _common.dot_precision(q)
+    return choose_plan(device, q.dtype, k_cache.dtype, q_shape[3], v_shape[3], num_rows, precision)
 
 
 def _attend(
-    plan, q, k_cache, v_cache, block_table, tree_mask, prefix_len, *, scale, softcap, window, sinks, k_scale, v_scale
-):
-    batch, num_nodes, num_q_heads, head_dim = q.shape
-    page_size, num_kv_heads, v_dim = v_cache.shape[1:]
-    group_size = num_q_heads // num_kv_heads
-    out = q.new_empty(batch, num_nodes, num_q_heads, v_dim)
-    lse = q.new_empty(batch, num_nodes, num_q_heads, dtype=torch.float32)
-    if batch == 0:
+    plan: Plan,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor | None,
+    tree_mask: Tensor,
+    prefix_len: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
+    sizes = (q.shape, q.stride()), k_cache.stride(), (v_cache.shape, v_cache.stride())
+    pages = None if table is None else (table.shape, table.stride())
+    form = geometry(plan, *sizes, pages, tree_mask.shape[0] == 1, window)
+    out, lse = q.new_empty(form.out_shape), q.new_empty(form.out_shape[:3], dtype=torch.float32)
+    if out.shape[0] == 0:
         return out, lse
-    num_row_tiles = -(-num_nodes * group_size // plan.block_m)
-    max_keys = page_size if block_table is None else block_table.shape[1] * page_size
-    if window is not None:
-        max_keys = min(max_keys, window + num_nodes + plan.block_n)
-        window = min(window, 2**30)
-    num_splits = plan.num_splits(max_keys, num_row_tiles * num_kv_heads)
-    results = out, lse, *_split_results(out, lse, num_splits)
+    partial = partial_lse = lse  # without splits anything of that dtype serves: nothing is written
+    if form.num_splits > 1:
+        partial = lse.new_empty(form.partial_shape)
+        partial_lse = lse.new_empty(form.partial_shape[:4])
     if k_cache.dtype == torch.float8_e4m3fn and not _common.device_of(q).has_fp8:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    table = block_table if block_table is None or block_table.stride(1) == 1 else block_table.contiguous()
-    tree_mask, prefix_len = tree_mask.contiguous(), prefix_len.contiguous()
+    if window is not None:
+        window = min(window, 2**30)
+    prefix_len = prefix_len.contiguous()
     vectors = sinks if sinks is None else sinks.contiguous(), k_scale, v_scale
-    numbers = head_dim**-0.5 if scale is None else scale, softcap, window, num_nodes, num_splits, plan.min_split_len
+    kinds, scale_strides = _describe(vectors)
+    args = (
+        *(q, k_cache, v_cache, table, tree_mask.contiguous(), prefix_len, *vectors, out, lse, partial, partial_lse),
+        *(form.scale if scale is None else scale, softcap, window, *form.sizes),
+        *(*form.rest, *scale_strides, *form.constants),
+    )
+    # Tensors that torch has just made are aligned.
+    addresses = q.data_ptr() % 16, k_cache.data_ptr() % 16, v_cache.data_ptr() % 16
+    facts = form.facts, softcap is None, window is None, kinds, addresses
     with torch.cuda.device_of(q):
-        grid = num_row_tiles * num_splits, num_kv_heads, batch
-        _launch_attention(grid, plan, (q, k_cache, v_cache), (table, tree_mask, prefix_len), vectors, results, numbers)
-        if num_splits > 1:
-            args = *results[2:], prefix_len, out, lse, *numbers[2:], *plan.merge_arguments
-            grid = num_nodes * num_q_heads, batch, 1
-            launch(merge_splits_kernel, grid, args, MERGE_OPTIONS, (plan, window is None))
+        launch(_tree_attention_kernel, form.grid, args, plan.compile_options, facts)
+        if form.num_splits > 1:
+            args = partial, partial_lse, prefix_len, out, lse, window, *form.sizes, *plan.merge_arguments
+            launch(merge_splits_kernel, form.merge_grid, args, MERGE_OPTIONS, (plan, window is None))
     return out, lse
 
 
-def _launch_attention(grid, plan, data, structure, vectors, results, numbers):
-    (q, k_cache, v_cache), (table, tree_mask, _) = data, structure
-    q_strides, k_strides, v_strides = q.stride(), k_cache.stride(), v_cache.stride()
-    page_size = 0 if table is None else k_cache.shape[1]
-    args = (
-        *(*data, *structure, *vectors, *results, *numbers, q.shape[2] // k_cache.shape[2]),
-        *(*q_strides[:3], *k_strides[:3], *v_strides[:3]),
-        0 if table is None else table.stride(0),
-        0 if tree_mask.shape[0] == 1 else tree_mask.stride(0),
-        *(0 if x is None or x.dim() == 0 else x.stride(0) for x in vectors[1:]),
-        *(q.shape[3], v_cache.shape[3], page_size, plan.precision, *plan.blocks),
-    )
-    options = numbers[1] is None, numbers[2] is None, *(None if x is None else x.dtype for x in vectors)
-    # Tensors that torch has just made are aligned.
-    addresses = q.data_ptr() % 16, k_cache.data_ptr() % 16, v_cache.data_ptr() % 16
-    facts = plan, page_size, q_strides, k_strides, v_strides, options, addresses
-    launch(_tree_attention_kernel, grid, args, plan.compile_options, facts)
-
-
-def _split_results(out: Tensor, lse: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
-    """Return where the splits leave their results. Without splits anything of that dtype does: nothing is written."""
-    if num_splits == 1:
-        return lse, lse
-    batch, *rest = out.shape
-    partial = out.new_empty(batch, num_splits, *rest, dtype=torch.float32)
-    return partial, lse.new_empty(batch, num_splits, *rest[:2])
+def _describe(vectors: tuple[Tensor | None, Tensor | None, Tensor | None]) -> tuple[tuple, tuple[int, int]]:
+    """Return the dtypes of sinks and scales, and the strides of the scales."""
+    if vectors[0] is None and vectors[1] is None and vectors[2] is None:
+        return vectors, (0, 0)
+    k_stride, v_stride = (0 if x is None or x.dim() == 0 else x.stride(0) for x in vectors[1:])
+    return tuple(None if x is None else x.dtype for x in vectors), (k_stride, v_stride)
