@@ -1,17 +1,14 @@
 """The machine a benchmark runs on: its name, and its own measured roofline."""
 
 import os
-import platform
-import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from specdec_kernels import __version__, _native
+from specdec_kernels import __version__, _machine, _native
 
 # Far larger than any last-level cache, small enough for a laptop.
 STREAM_BYTES = 256 << 20
@@ -33,7 +30,7 @@ class Machine:
     @property
     def slug(self) -> str:
         """Folder name for results: ``amd-epyc-7763``."""
-        return re.sub(r"[^a-z0-9]+", "-", self.model.lower()).strip("-")
+        return _machine.slug(self.model)
 
     def banner(self) -> str:
         """Return one line for people."""
@@ -57,25 +54,15 @@ class Roofline:
 def describe_machine(device: torch.device) -> Machine:
     """Find out what this machine is."""
     native = _native.native_module()
-    cpu = _cpu_model()
     return Machine(
         device=device.type,
-        model=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        model=_machine.device_name(device),
         cores=_cores(),
         isa=native.cpu_isa().split()[-1] if native else "unknown (no native extension)",
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         specdec_kernels=__version__,
     )
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-        if found:
-            return found.group(1).strip()
-    return platform.processor() or platform.machine()
 
 
 def _cores() -> int:

@@ -7,9 +7,8 @@ Milliseconds, medians; the three take turns.
 
 import argparse
 import copy
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import DynamicCache
@@ -17,8 +16,8 @@ from transformers import DynamicCache
 from specdec_kernels.hf import _compat
 from specdec_kernels.hf.load import PACKAGED_MODEL, load_model
 from specdec_kernels.hf.prepare import prepare
-from specdec_kernels.hf.target import HFTarget
-from specdec_kernels.tree.mask import depths_from_mask, mask_from_parents
+from specdec_kernels.training.layer_costs import timed_us
+from specdec_kernels.training.step_costs import StepProbe, median_times
 
 
 def model_step(model, context: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -35,32 +34,6 @@ def model_step(model, context: torch.Tensor) -> Callable[[torch.Tensor], None]:
     return run
 
 
-def target_step(model, context: torch.Tensor, max_nodes: int) -> Callable[[torch.Tensor], None]:
-    """Return a step of `HFTarget` over a binary tree."""
-    length = context.shape[1]
-    target = HFTarget(model, 1, length + max_nodes)
-    target.prefill(context, torch.tensor([length], dtype=torch.int32))
-
-    def run(ids: torch.Tensor) -> None:
-        parents = [-1, *((node - 1) // 2 for node in range(1, ids.shape[1]))]
-        mask = mask_from_parents(torch.tensor([parents], dtype=torch.int32))
-        target.forward(ids, mask, depths_from_mask(mask))
-
-    return run
-
-
-def measure(steps: dict[str, Callable[[torch.Tensor], None]], ids: torch.Tensor, repeats: int) -> dict[str, float]:
-    """Return the median time of each step in ms; the steps take turns."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(repeats + 2):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step(ids)
-            if turn >= 2:
-                times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def main() -> None:
     """Print a line for each number of nodes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,15 +45,16 @@ def main() -> None:
     model = load_model(args.model, dtype=torch.bfloat16)
     fast = prepare(copy.deepcopy(model))
     context = torch.randint(model.config.vocab_size, (1, args.context), generator=torch.Generator().manual_seed(0))
-    steps = {
-        "model.forward": model_step(model, context),
-        "ours": target_step(model, context, max(args.nodes)),
-        "ours prepared": target_step(fast, context, max(args.nodes)),
+    forward = model_step(model, context)
+    probes: dict[str, Callable[[int], float]] = {
+        "model.forward": lambda nodes: timed_us(lambda: forward(context[:, :nodes]), model.device),
+        "ours": StepProbe(model, 1, args.context, max(args.nodes)).time_us,
+        "ours prepared": StepProbe(fast, 1, args.context, max(args.nodes)).time_us,
     }
-    print(f"{'nodes':>5}" + "".join(f"{name:>16}" for name in steps) + "   ms per step")
+    print(f"{'nodes':>5}" + "".join(f"{name:>16}" for name in probes) + "   ms per step")
     for nodes in args.nodes:
-        measured = measure(steps, context[:, :nodes], args.repeats)
-        print(f"{nodes:>5}" + "".join(f"{measured[name]:>16.1f}" for name in steps), flush=True)
+        medians = median_times([partial(probe, nodes) for probe in probes.values()], args.repeats)
+        print(f"{nodes:>5}" + "".join(f"{us / 1e3:>16.1f}" for us in medians), flush=True)
 
 
 if __name__ == "__main__":

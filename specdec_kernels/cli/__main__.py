@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "demo": "decode a few prompts plainly and speculatively, and compare",
     "doctor": "show versions, devices, and which kernel serves each op",
+    "calibrate": "measure what steps and drafters cost on this machine, for `tree optimize` and for budgets",
     "inspect": "compile the Triton kernels for a GPU that need not be here; show registers, spills, occupancy",
     "bench": "run a microbenchmark on this machine",
     "search": "search which blocks a model skips while drafting for itself",

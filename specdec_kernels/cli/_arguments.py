@@ -1,8 +1,11 @@
 """Kinds of command-line arguments that several commands take; a bad one is a message, not a traceback."""
 
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, Namespace
+from typing import Any
 
 import torch
+
+from ..decoding.calibration import Setting
 
 
 def device(text: str) -> torch.device:
@@ -25,3 +28,18 @@ def positive_int(text: str) -> int:
     if number < 1:
         raise ArgumentTypeError(f"must be at least 1, got {number}")
     return number
+
+
+def add_setting_arguments(parser: Any) -> None:
+    """Declare what tells calibrations of one machine apart."""
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--device", type=device, default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=positive_int, help="of the CPU kernels; default: torch's choice")
+    parser.add_argument("--prepare", action="store_true", help="of a prepared model (bfloat16, CPU)")
+
+
+def setting_of(args: Namespace) -> Setting:
+    """Return the setting that the arguments name, after setting the number of threads."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return Setting.here(torch.device(args.device), getattr(torch, args.dtype), prepared=args.prepare)

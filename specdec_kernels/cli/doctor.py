@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .. import __version__, _native
+from .. import __version__, _machine, _native
 from .._ops import add_op_namespace_prefix
 from .._registry import OPS, OpRecord
 
@@ -24,7 +24,7 @@ def run(args) -> int:
         f"specdec-kernels {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     )
     print("packages: " + ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
-    print(f"cpu: {_cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads")
+    print(f"cpu: {_machine.cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads")
     native = _native.native_module()
     if native is not None:
         print(f"cpu isa: {native.cpu_isa()}")
@@ -41,14 +41,6 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or "unknown"
 
 
 def _gpu_names() -> str:

@@ -4,11 +4,28 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
-from ..tree import DraftTree, draw_svg, draw_text, expected_tokens, optimize_tree, preset, preset_names, preset_source
+from .._chart import Panel, line_chart
+from ..decoding.budget import SIZES
+from ..tree import (
+    DraftTree,
+    SizedTree,
+    draw_svg,
+    draw_text,
+    expected_tokens,
+    fastest_tree,
+    optimize_tree,
+    preset,
+    preset_names,
+    preset_source,
+)
+from ._arguments import add_setting_arguments, positive_int, setting_of
 
 FORMATS = ("choices", "parents", "retrieve_indices")
 BUDGETS = (4, 8, 16, 32, 64)
+# Trees tried where a machine decides.
+LARGEST = 128
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -37,7 +54,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     accuracies.add_argument(
         "--heads", type=Path, metavar="FOLDER", help="read FOLDER/accuracy.json, write FOLDER/tree.json"
     )
-    optimize.add_argument("--nodes", type=int, required=True, help="node budget, the root included")
+    optimize.add_argument("--nodes", type=int, help="node budget, the root included; with --calibration the largest "
+                          f"tree tried (default: {LARGEST})")  # fmt: skip
+    machine = optimize.add_argument_group("the fastest tree on a machine, by what `specdec-kernels calibrate` measured")
+    machine.add_argument("--calibration", type=Path, metavar="FILE|FOLDER", help="choose the size by tokens per second")
+    machine.add_argument("--batch-size", type=positive_int, default=1)
+    machine.add_argument("--context", type=positive_int, default=256, help="tokens of each row")
+    machine.add_argument("--drafter", default="medusa", help="whose drafting time counts, if it was measured")
+    machine.add_argument("--svg", type=Path, metavar="OUT", help="plot tokens per step and per second by nodes")
+    add_setting_arguments(machine)
     optimize.add_argument("--max-children", type=int, help="at most this many children for each node")
     optimize.add_argument("--out", type=Path, help="the JSON file to write")
 
@@ -89,8 +114,22 @@ def _convert(args: Namespace) -> None:
 def _optimize(args: Namespace) -> None:
     accuracy_file = args.accuracy if args.heads is None else args.heads / "accuracy.json"
     heads = _read_accuracies(accuracy_file)
-    tree, tokens = optimize_tree(heads, args.nodes, max_children=args.max_children)
+    if args.calibration is not None:
+        tree, metadata = _fastest(heads, args)
+    elif args.nodes is not None:
+        tree, metadata = _best(heads, args)
+    else:
+        raise ValueError("give --nodes, or --calibration to let this machine decide")
+    out = args.out or (args.heads / "tree.json" if args.heads is not None else None)
+    if out is not None:
+        source = f"tree optimize {metadata.pop('how')} from {accuracy_file.name}"
+        tree.save(out, **metadata, num_heads=len(heads), top_k=max(map(len, heads)), source=source)
+        print(f"wrote {out}")
 
+
+def _best(heads: list[list[float]], args: Namespace) -> tuple[DraftTree, dict[str, Any]]:
+    """Return the tree of a node budget."""
+    tree, tokens = optimize_tree(heads, args.nodes, max_children=args.max_children)
     print(draw_text(tree))
     print(f"\nnode:rank; {_describe(tree)}, {tokens:.4f} expected tokens per step\n")
     rows: list[tuple] = [("budget", "nodes", "depth", "leaves", "expected tokens per step")]
@@ -99,17 +138,56 @@ def _optimize(args: Namespace) -> None:
     chain = DraftTree.chain(len(heads))
     rows.append(("chain", *_measures(chain, expected_tokens(chain, heads))))
     _print_table(rows)
+    return tree, {"expected_tokens_per_step": tokens, "how": f"--nodes {args.nodes}"}
 
-    out = args.out or (args.heads / "tree.json" if args.heads is not None else None)
-    if out is not None:
-        tree.save(
-            out,
-            expected_tokens_per_step=tokens,
-            num_heads=len(heads),
-            top_k=max(map(len, heads)),
-            source=f"tree optimize --nodes {args.nodes} from {accuracy_file.name}",
-        )
-        print(f"wrote {out}")
+
+def _fastest(heads: list[list[float]], args: Namespace) -> tuple[DraftTree, dict[str, Any]]:
+    """Return the tree that is fastest on a machine; its first nodes are the best smaller trees."""
+    from ..decoding.calibration import Calibration
+
+    setting = setting_of(args)
+    calibration = Calibration.load(args.calibration, setting)
+    step_us = calibration.step_us(args.drafter)
+    best, sizes = fastest_tree(
+        heads,
+        lambda nodes: step_us(nodes, args.batch_size, args.context),
+        args.nodes or LARGEST,
+        max_children=args.max_children,
+    )
+    plain = sizes[0].tokens_per_s
+    print(draw_text(best.tree))
+    print(
+        f"\nnode:rank; {_describe(best.tree)}: the fastest on {setting.device}, {setting.threads} threads, "
+        f"{setting.dtype}{', prepared' if setting.prepared else ''}, {args.batch_size} rows of {args.context} tokens; "
+        f"drafting {'counted' if args.drafter in calibration.drafters else 'not measured, taken as free'}\n"
+    )
+    rows: list[tuple] = [("nodes", "depth", "leaves", "tokens per step", "step ms", "tokens/s", "x plain")]
+    for sized in sizes:
+        if sized.tree.num_nodes in (*SIZES, best.tree.num_nodes):
+            speed = f"{args.batch_size * sized.tokens_per_s:.1f}", f"{sized.tokens_per_s / plain:.2f}"
+            rows.append((*_measures(sized.tree, sized.tokens_per_step), f"{sized.step_us / 1e3:.1f}", *speed))
+    _print_table(rows)
+    if args.svg is not None:
+        args.svg.write_text(_plot(sizes, args.batch_size), encoding="utf-8")
+        print(f"wrote {args.svg}")
+    machine = {**vars(setting), "batch_size": args.batch_size, "context_len": args.context}
+    return best.tree, {
+        "expected_tokens_per_step": best.tokens_per_step,
+        "fastest_on": machine,
+        "how": "--calibration",
+    }
+
+
+def _plot(sizes: list[SizedTree], batch_size: int) -> str:
+    """Draw accepted length and speed by the number of nodes."""
+    accepted = [(sized.tree.num_nodes, sized.tokens_per_step) for sized in sizes]
+    speed = [(sized.tree.num_nodes, batch_size * sized.tokens_per_s) for sized in sizes]
+    return line_chart(
+        [
+            Panel("expected tokens per step", "nodes T", "tokens", {"best tree of T nodes": accepted}),
+            Panel("expected tokens per second", "nodes T", "tokens/s", {"best tree of T nodes": speed}),
+        ]
+    )
 
 
 def _read_tree(name_or_file: str, source_format: str | None) -> DraftTree:

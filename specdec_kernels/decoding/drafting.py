@@ -8,11 +8,15 @@ from torch import Tensor
 
 from ..reference._verify_probs import draw, greedy_rows
 from ..tree.mask import num_words, pack_mask
+from .budget import Budget
 from .protocols import Draft, Target
 from .randomness import draft_uniforms_at
 
 if TYPE_CHECKING:
     from .loop import ProcessLogits
+
+# The most that the ops take.
+MAX_NODES = 1024
 
 
 class RowStates(Protocol):
@@ -20,6 +24,11 @@ class RowStates(Protocol):
 
     emitted: list[list[int]]
     finished: list[bool]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row that goes on."""
+        ...
 
 
 class DraftContext:
@@ -31,6 +40,9 @@ class DraftContext:
         target: the target of the run.
         temperature: ``(B,) fp32``, of the drafts as of the target.
         is_greedy: no row samples; known on the host.
+        budget: limits the drafts; None for no limit.
+        max_nodes: the most nodes that the present draft may have, root included. A draft with more is cut, so heeding
+            it only saves work.
     """
 
     def __init__(
@@ -45,6 +57,15 @@ class DraftContext:
     ):
         self.target, self.temperature, self.is_greedy = target, temperature, is_greedy
         self._rows, self._seeds, self._process_logits = rows, seeds, process_logits
+        self.budget: Budget | None = None
+        self.max_nodes = MAX_NODES
+
+    def limit_nodes(self, max_nodes: int) -> None:
+        """Ask the budget, if there is one, for this step's ``max_nodes``, at most those given."""
+        self.max_nodes = max_nodes
+        if self.budget is not None:
+            num_rows = self._rows.finished.count(False)
+            self.max_nodes = max(1, min(max_nodes, self.budget.choose(num_rows, self._rows.longest)))
 
     @property
     def active(self) -> Tensor:
@@ -103,6 +124,22 @@ class DraftContext:
         return torch.where(is_greedy, ids, drawn), torch.where(is_greedy, probs, drawn_probs)
 
 
+def first_nodes(draft: Draft, num_nodes: int) -> Draft:
+    """Cut a draft to its first nodes. What is left is exact: which nodes there are must not depend on their tokens."""
+    if draft.ids.shape[1] <= num_nodes:
+        return draft
+    return draft._replace(
+        ids=draft.ids[:, :num_nodes],
+        parents=draft.parents[:, :num_nodes],
+        tree_mask=draft.tree_mask[:, :num_nodes, : num_words(num_nodes)].contiguous(),
+        depths=draft.depths[:, :num_nodes],
+        max_depth=min(draft.max_depth, num_nodes - 1),
+        logits=None if draft.logits is None else draft.logits[:, :num_nodes],
+        num_nodes=None if draft.num_nodes is None else draft.num_nodes.clamp_max(num_nodes),
+        hidden=None if draft.hidden is None else draft.hidden[:, :num_nodes],
+    )
+
+
 class ChainLayout:
     """The tensors that describe a chain of any length up to ``max_nodes``: views of the longest one's."""
 
@@ -135,13 +172,13 @@ class DrawnChain:
         context: of the run.
         layout: of chains at least as long as this one gets.
         pending: ``(B,) int64``.
-        max_nodes: the longest chain, root included.
+        max_nodes: the longest chain, root included; the context may allow less.
     """
 
     def __init__(self, context: DraftContext, layout: ChainLayout, pending: Tensor, max_nodes: int):
-        self._context, self._layout, self.max_nodes = context, layout, max_nodes
+        self._context, self._layout, self.max_nodes = context, layout, min(max_nodes, context.max_nodes)
         self._ids, self._logits = [pending], list[Tensor]()
-        self._uniforms = None if context.is_greedy else context.uniforms(max_nodes)
+        self._uniforms = None if context.is_greedy else context.uniforms(self.max_nodes)
         self.drafting = context.active
         self.num_nodes = torch.ones_like(pending, dtype=torch.int32)
 

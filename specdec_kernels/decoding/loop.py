@@ -10,8 +10,9 @@ from torch import Tensor
 from .._validate import check_shape
 from ..types import Verification
 from .acceptance import Acceptance
+from .budget import Budget
 from .drafters.plain import root_alone
-from .drafting import DraftContext
+from .drafting import DraftContext, first_nodes
 from .protocols import Draft, Drafter, LayerPlan, Target, TargetOutput
 from .randomness import uniforms_at
 from .stats import DecodeStats, PhaseClock
@@ -82,6 +83,7 @@ def decode(
     process_logits: ProcessLogits | None = None,
     stop: StopRule | None = None,
     stats: DecodeStats | None = None,
+    budget: Budget | None = None,
 ) -> Iterator[Step]:
     """Decode a batch of prompts speculatively, a `Step` at a time.
 
@@ -107,6 +109,8 @@ def decode(
         stop: is given each step before it is emitted, and says for each row None (go on) or *n* (end it after the
             first *n* of its tokens in this step).
         stats: is filled in place.
+        budget: limits the drafts, step by step, by the rows that go on and the longest of them. What a row emits stays
+            exact; in a sampled run its tokens then depend, through the sizes of its drafts, on the other rows, too.
 
     Yields:
         A `Step` for the prompts, then one for each decode step. Closing the iterator ends the run.
@@ -119,8 +123,8 @@ def decode(
         >>> steps = decode(target, drafter, ids, lengths, acceptance=GreedyAcceptance(), max_new_tokens=32)
         >>> rows = [list(chain(*parts)) for parts in zip(*(step.tokens for step in steps))]
     """
-    limits = _checked_limits(target, drafter, prompt_ids, prompt_len, max_new_tokens)
-    rows = _Rows(limits, frozenset(eos_ids), DecodeStats() if stats is None else stats)
+    limits, lengths = _checked_limits(target, drafter, prompt_ids, prompt_len, max_new_tokens)
+    rows = _Rows(limits, lengths, frozenset(eos_ids), DecodeStats() if stats is None else stats)
     clock = PhaseClock(rows.stats, prompt_ids.device)
     # Greedy decisions draw nothing: whatever stands in the place of the uniforms does not matter.
     unread = torch.full((len(limits), drafter.max_nodes), 0.5, device=prompt_ids.device)
@@ -142,16 +146,18 @@ def decode(
             process = partial(process_logits, draft=draft, emitted=rows.emitted)
             _, active = rows.taken(prompt_ids.device)
             verification, processed = verify_processed(acceptance, *question, process, active)
-        decided = torch.cat([verification.num_accepted[:, None], verification.output_ids], dim=1).tolist()
+        answer = [verification.num_accepted[:, None], verification.output_ids, verification.accepted]
+        decided = torch.cat(answer, dim=1).tolist()
         clock.lap("verify")
         rows.take(decided)
         step = Step(rows.tokens, rows.finished, rows.failed, draft, output, verification, processed)
         if stop is not None:
             rows.cut(stop(step))
-        rows.book()
+        rows.book(num_nodes)
         return step
 
     context = DraftContext(target, rows, temperature, seeds, is_greedy=is_greedy, process_logits=process_logits)
+    context.budget = budget
     return _steps(context, drafter, prompt_ids, prompt_len, judge, rows, clock)
 
 
@@ -176,13 +182,16 @@ def _steps(
     clock.lap("prefill")
     try:
         yield judge(root_alone(prompt_ids.gather(1, last[:, None])), output, last)
+        rows.leave_out(target)
         while not all(rows.finished):
             clock.lap("emit")
+            context.limit_nodes(drafter.max_nodes)
             draft = drafter.propose(rows.pending(prompt_ids.device))
             if draft.ids.shape[1] > drafter.max_nodes:
                 raise ValueError(
                     f"decode: the drafter's max_nodes is {drafter.max_nodes}, got {draft.ids.shape[1]} nodes"
                 )
+            draft = first_nodes(draft, context.max_nodes)
             clock.lap("propose")
             output = _forward(target, draft)
             clock.lap("forward")
@@ -191,6 +200,7 @@ def _steps(
             clock.lap("emit")
             target.commit(step.verification.accepted, (count - 1).clamp_min(0), count > 0)
             drafter.observe(draft, output, step.verification, active)
+            rows.leave_out(target)
             clock.lap("compact")
             yield step
     finally:
@@ -209,25 +219,38 @@ def _forward(target: Any, draft: Draft) -> TargetOutput:
 class _Rows:
     """What each row has emitted, and the rules that end it; all on the host.
 
-    ``tokens``, ``finished``, ``failed`` and ``num_accepted`` are those of the present step, in lists of its own.
+    ``tokens``, ``finished``, ``failed`` and ``accepted`` are those of the present step, in lists of its own.
     """
 
-    def __init__(self, limits: list[int], eos_ids: frozenset[int], stats: DecodeStats):
-        self.limits, self.eos_ids, self.stats = limits, eos_ids, stats
+    def __init__(self, limits: list[int], prompt_lengths: list[int], eos_ids: frozenset[int], stats: DecodeStats):
+        self.limits, self.prompt_lengths, self.eos_ids, self.stats = limits, prompt_lengths, eos_ids, stats
         self.emitted: list[list[int]] = [[] for _ in limits]
         self.tokens: list[list[int]] = [[] for _ in limits]
         self.finished = [False] * len(limits)
         self.failed = [False] * len(limits)
-        self.num_accepted: dict[int, int] = {}
+        self.accepted: dict[int, list[int]] = {}
+        self.num_running = len(limits)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row that goes on, prompt included."""
+        rows = zip(self.prompt_lengths, self.emitted, self.finished, strict=True)
+        return max((length + len(emitted) for length, emitted, finished in rows if not finished), default=0)
 
     def take(self, decided: list[list[int]]) -> None:
-        """Give each row what its limit and the EOS ids allow of ``[num_accepted, *output_ids]``."""
+        """Give each row what its limit and the EOS ids allow.
+
+        Args:
+            decided: of each row ``[num_accepted, *output_ids (N+1), *accepted (N)]``.
+        """
         running = [row for row, finished in enumerate(self.finished) if not finished]
         self.tokens = [[] for _ in self.limits]
         self.finished, self.failed = list(self.finished), list(self.failed)
-        self.num_accepted = {row: decided[row][0] for row in running}
+        self.accepted = {}
         for row in running:
-            ids = decided[row][1 : decided[row][0] + 2]
+            count, longest = decided[row][0], (len(decided[row]) - 2) // 2
+            ids = decided[row][1 : count + 2]
+            self.accepted[row] = decided[row][longest + 2 : longest + 2 + count]
             self.failed[row] = ids[0] < 0
             self.tokens[row] = [] if self.failed[row] else self._allowed(row, ids)
             self.finished[row] |= self.failed[row]
@@ -246,15 +269,22 @@ class _Rows:
                 del self.tokens[row][cut:]
                 self.finished[row] = True
 
-    def book(self) -> None:
+    def book(self, num_nodes: int) -> None:
         """Append the step's tokens to what the rows emitted, and count them."""
         if any(self.emitted):
-            self.stats.count_step([min(n, len(self.tokens[row])) for row, n in self.num_accepted.items()])
+            self.stats.count_step([path[: len(self.tokens[row])] for row, path in self.accepted.items()], num_nodes)
         else:
-            self.stats.num_rows += len(self.num_accepted)
+            self.stats.num_rows += len(self.accepted)
         self.stats.num_tokens += sum(map(len, self.tokens))
         for emitted, tokens in zip(self.emitted, self.tokens, strict=True):
             emitted += tokens
+
+    def leave_out(self, target: Any) -> None:
+        """Tell a target that can leave rows out which rows go on, when some have just ended."""
+        running = [row for row, finished in enumerate(self.finished) if not finished]
+        if running and len(running) < self.num_running and hasattr(target, "run_only"):
+            target.run_only(running)
+        self.num_running = len(running)
 
     def pending(self, device: torch.device) -> Tensor:
         """Return the last token of each row, ``(B,) int64``; 0, a token that nobody reads, for a row without any."""
@@ -270,15 +300,16 @@ class _Rows:
 
 def _checked_limits(
     target: Target, drafter: Drafter, prompt_ids: Tensor, prompt_len: Tensor, max_new_tokens: int | Sequence[int]
-) -> list[int]:
-    """Return every row's limit after checking what `decode` promises to check."""
+) -> tuple[list[int], list[int]]:
+    """Return every row's limit and length after checking what `decode` promises to check."""
     check_shape("decode", "prompt_ids", prompt_ids, ("B", "L"))
     batch, width = prompt_ids.shape
     check_shape("decode", "prompt_len", prompt_len, (batch,))
     limits = [max_new_tokens] * batch if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(limits) != batch or any(limit < 1 for limit in limits):
         raise ValueError(f"decode: max_new_tokens must be >= 1 for each of {batch} rows, got {max_new_tokens}")
-    for length, limit in zip(prompt_len.tolist(), limits, strict=True):
+    lengths = prompt_len.tolist()
+    for length, limit in zip(lengths, limits, strict=True):
         if not 1 <= length <= width:
             raise ValueError(f"decode: prompt_len must be in [1, {width}], got {length}")
         # A row that has ended holds all but its last token, and still takes part in the forwards of the others.
@@ -288,4 +319,4 @@ def _checked_limits(
                 f"decode: the target's capacity must be at least {needed} for a prompt of {length} tokens, "
                 f"max_new_tokens {limit} and drafts of {drafter.max_nodes} nodes, got {target.capacity}"
             )
-    return limits
+    return limits, lengths

@@ -55,7 +55,11 @@ class TargetOutput(NamedTuple):
 
 
 class Target(Protocol):
-    """The model being accelerated, together with its KV cache. Every row of the batch has its own length."""
+    """The model being accelerated, together with its KV cache. Every row of the batch has its own length.
+
+    One that can leave rows out also has ``run_only(rows: Sequence[int])``, which `decode` calls whenever rows have
+    ended: from then on only these rows are looked at.
+    """
 
     @property
     def prefix_len(self) -> Tensor:

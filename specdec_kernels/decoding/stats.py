@@ -1,6 +1,7 @@
 """What a decoding run did: how many drafts were accepted, and where the time went."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,9 @@ class DecodeStats:
     Attributes:
         accepted_histogram: ``accepted_histogram[n]`` row-steps accepted ``n`` drafts. A *row-step* is one unfinished
             row of the batch in one step. Drafts behind an EOS, or behind a length limit, do not count.
+        node_histogram: ``node_histogram[i]`` row-steps accepted node *i* of their draft, counted in the same way; node
+            0, the root, is never counted.
+        width_histogram: ``width_histogram[t]`` steps had drafts of *t* nodes.
         num_tokens: emitted tokens, the first one (from the prefill) included.
         num_steps: decode steps, that is forward passes after the prefill.
         num_rows: sequences decoded.
@@ -29,6 +33,8 @@ class DecodeStats:
     """
 
     accepted_histogram: list[int] = field(default_factory=list)
+    node_histogram: list[int] = field(default_factory=list)
+    width_histogram: list[int] = field(default_factory=list)
     num_tokens: int = 0
     num_steps: int = 0
     num_rows: int = 0
@@ -60,12 +66,20 @@ class DecodeStats:
         """Emitted tokens per second of the whole run, all rows together; NaN when nothing was timed."""
         return self.num_tokens / self.total_time_us * 1e6 if self.total_time_us else float("nan")
 
-    def count_step(self, accepted: list[int]) -> None:
-        """Add a step in which the unfinished rows accepted so many drafts each."""
-        longest = max(accepted, default=-1)
-        self.accepted_histogram.extend([0] * (longest + 1 - len(self.accepted_histogram)))
-        for n in accepted:
-            self.accepted_histogram[n] += 1
+    @property
+    def node_gains(self) -> list[float]:
+        """How often each node of the draft was accepted, the root's share 1; all nodes of the widest draft."""
+        count = max(len(self.node_histogram), len(self.width_histogram) - 1, 1)
+        nodes = self.node_histogram + [0] * (count - len(self.node_histogram))
+        return [1.0, *(times / max(1, self.num_row_steps) for times in nodes[1:])]
+
+    def count_step(self, accepted: Sequence[Sequence[int]], width: int) -> None:
+        """Add a step: the nodes that each unfinished row accepted, of drafts with ``width`` nodes."""
+        for path in accepted:
+            _count(self.accepted_histogram, len(path))
+            for node in path:
+                _count(self.node_histogram, node)
+        _count(self.width_histogram, width)
         self.num_steps += 1
 
     def __str__(self) -> str:
@@ -83,6 +97,11 @@ class DecodeStats:
             for phase, time_us in self.phase_time_us.items()
         ]
         return "\n".join(lines)
+
+
+def _count(histogram: list[int], value: int) -> None:
+    histogram.extend([0] * (value + 1 - len(histogram)))
+    histogram[value] += 1
 
 
 def _bar(label: str, value: float, total: float, shown: str | None = None) -> str:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..ops.tree_attention import tree_attention
+from ..ops.tree_attention import paged_tree_attention, tree_attention
 
 # transformers gives names that contain flash, sdpa or flex_attention a treatment of their own.
 IMPLEMENTATION = "specdec_tree"
@@ -23,11 +23,13 @@ class TreeState(NamedTuple):
         tree_mask: ``(B or 1, T, W) int64``, as `tree_attention` takes it.
         prefix_len: ``(B,) int32``, committed rows of the cache.
         first_node: nodes that are in the cache already; the queries are those of the nodes from this one on.
+        slots: ``(B, 1) int32``, the row of the cache that each row of the step owns; None when there are no others.
     """
 
     tree_mask: Tensor
     prefix_len: Tensor
     first_node: int = 0
+    slots: Tensor | None = None
 
 
 def tree_attention_forward(
@@ -79,17 +81,14 @@ def tree_attention_forward(
     first_node = tree_state.first_node
     # The op attends from all nodes. Rows do not depend on each other, so it does not matter what the earlier ones ask.
     query = F.pad(query, (0, 0, first_node, 0)) if first_node else query
-    out, _lse = tree_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        tree_state.tree_mask,
-        tree_state.prefix_len,
-        scale=scaling,
-        softcap=softcap,
-        window=sliding_window,
-        sinks=s_aux,
-    )
+    inputs = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    tree = tree_state.tree_mask, tree_state.prefix_len
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "window": sliding_window, "sinks": s_aux}
+    if tree_state.slots is None:
+        out, _lse = tree_attention(*inputs, *tree, **options)
+    else:
+        # A row of the cache is a page, so large that no row needs a second one.
+        out, _lse = paged_tree_attention(*inputs, tree_state.slots, *tree, **options)
     return out[:, first_node:], None
 
 

@@ -19,7 +19,8 @@ class TreeCache(Cache):
         row 1   p p p 0 1 2 3 . . . . . . .        0…3: the nodes of this step
                                                    .: never read
 
-    The nodes of a step may come in several forwards; `continue_step` says where the next one writes.
+    The nodes of a step may come in several forwards; `continue_step` says where the next one writes. After `select`
+    only some of the rows get nodes.
 
     Memory is taken at the first `update`, from the shapes seen there: under tensor parallelism a rank holds fewer heads
     than the config says. Layers that differ in heads, head size, dtype or in K and V get a tensor each.
@@ -60,8 +61,9 @@ class TreeCache(Cache):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rows; the memory is kept, but for what was reserved."""
+        """Forget all rows; the memory is kept, but for what was reserved. All of them get nodes again."""
         self._reserved = []
+        self._selected: Tensor | None = None
         self._set_lengths(torch.zeros(self._batch_size, dtype=torch.int32, device=self._device), longest=0, common=0)
 
     @property
@@ -105,7 +107,7 @@ class TreeCache(Cache):
         After `continue_step` they are those of the nodes from ``first_node`` on.
 
         Args:
-            key_states, value_states: ``(B, Hk, T, D)``, any strides.
+            key_states, value_states: ``(B, Hk, T, D)``, any strides; after `select` one for each selected row.
             layer_idx: 0 … L−1.
 
         Returns:
@@ -123,6 +125,10 @@ class TreeCache(Cache):
         self._write(keys, key_states)
         self._write(values, value_states)
         return keys, values
+
+    def select(self, rows: Tensor | None) -> None:
+        """Let the next forwards write nodes of these rows alone, ``(n,) int64``; None for all."""
+        self._selected, self._step = rows, None
 
     def continue_step(self, first_node: int) -> None:
         """Let the next forward write behind the first ``first_node`` nodes of the step; 0 starts the step over."""
@@ -250,16 +256,18 @@ class TreeCache(Cache):
                 f"TreeCache: {num_nodes} nodes after {self._longest} rows need {self._longest + num_nodes} rows, "
                 f"but the capacity is {self.capacity}"
             )
-        if self._common is None:
-            self._rows = self._prefix_len.unsqueeze(1).long() + torch.arange(first, num_nodes, device=self._device)
+        if self._selected is not None or self._common is None:
+            lengths = self._prefix_len if self._selected is None else self._prefix_len[self._selected]
+            self._rows = lengths.unsqueeze(1).long() + torch.arange(first, num_nodes, device=self._device)
         self._step = num_nodes
 
     def _write(self, buffer: Tensor, states: Tensor) -> None:
-        if self._common is not None:
+        if self._common is not None and self._selected is None:
             buffer.narrow(2, self._common + self._first, states.shape[2]).copy_(states)
         else:
             rows = buffer.transpose(1, 2)
-            rows.index_put_((self._batch_index, self._rows), states.transpose(1, 2).to(buffer.dtype))
+            batch_index = self._batch_index if self._selected is None else self._selected.unsqueeze(1)
+            rows.index_put_((batch_index, self._rows), states.transpose(1, 2).to(buffer.dtype))
 
     def _layer(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         layer = self._layers[layer_idx]
@@ -274,7 +282,8 @@ class TreeCache(Cache):
         return layer
 
     def _buffer_shape(self, states: Tensor) -> tuple[int, int, int, int]:
-        return states.shape[0], states.shape[1], self.capacity, states.shape[3]
+        batch_size = states.shape[0] if self._selected is None else self._batch_size
+        return batch_size, states.shape[1], self.capacity, states.shape[3]
 
     def _new_layer(
         self, layer_idx: int, key_states: Tensor, value_states: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]

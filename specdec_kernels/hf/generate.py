@@ -18,6 +18,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..decoding.acceptance import Acceptance, GreedyAcceptance, RejectionAcceptance, TypicalAcceptance
+from ..decoding.budget import Budget
 from ..decoding.drafters import DraftModelDrafter, PlainDrafter
 from ..decoding.loop import decode
 from ..decoding.protocols import Drafter
@@ -41,6 +42,7 @@ def speculative_generate(
     seed: int | Sequence[int | None] | Tensor | None = None,
     token_streamer: Any = None,
     stats: DecodeStats | None = None,
+    budget: Budget | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode speculatively: what to give to ``model.generate(..., custom_generate=speculative_generate, drafter=...)``.
@@ -60,6 +62,7 @@ def speculative_generate(
         token_streamer: gets the tokens as ``streamer`` does. ``generate`` keeps ``streamer`` for itself when there is
             a ``custom_generate``, so it has another name here; `generate` of this module takes it as ``streamer``.
         stats: is filled in place.
+        budget: limits the drafts by the rows that go on, for example ``Calibration.load(folder).budget("medusa")``.
 
     Returns:
         What ``generate`` returns: ids ``(B, P + new)``, or a `GenerateDecoderOnlyOutput`.
@@ -108,6 +111,7 @@ def speculative_generate(
         process_logits=NodeLogits(logits_processor, input_ids, pad_id) if logits_processor else None,
         stop=transcript,
         stats=stats,
+        budget=budget,
     )
     for step in steps:
         if any(step.failed):
@@ -140,7 +144,7 @@ def generate(
         drafter: as for `speculative_generate`.
         streamer: as for ``model.generate``.
         tokenizer: needed for ``stop_strings``.
-        kwargs: everything else that ``model.generate`` takes, and ``acceptance``, ``seed``, ``stats`` of
+        kwargs: everything else that ``model.generate`` takes, and ``acceptance``, ``seed``, ``stats``, ``budget`` of
             `speculative_generate`.
 
     Returns:

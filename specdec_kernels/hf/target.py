@@ -1,6 +1,6 @@
 """A Hugging Face causal language model as the `Target` of a decode step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -63,14 +63,15 @@ class HFTarget:
         self.model = model
         self.capacity = capacity
         self._pairs = model.device.type == "cpu" and model.dtype in _PAIRED_DTYPES
-        # A twin needs a row of the cache, too; only a batch of one ever has one.
-        rows = capacity + int(self._pairs and batch_size == 1)
+        # A twin needs a row of the cache, too.
+        rows = capacity + int(self._pairs)
         self.cache = TreeCache(model.config.num_hidden_layers, batch_size, rows, device=model.device, dtype=dtype)
         self._cache_argument = _compat.cache_argument(model)
         self._configs = _compat.attention_configs(model)
         self._projection = model.get_output_embeddings()
         self._runner = LayerRunner(model)
         self._tapped_layer: int | None = None
+        self._rows: Tensor | None = None
         self._chain = ChainLayout(PREFILL_CHUNK, model.device)
 
     @property
@@ -91,6 +92,18 @@ class HFTarget:
         """
         self._runner.check(LayerPlan(stop=layer))
         self._tapped_layer = layer
+
+    def run_only(self, rows: Sequence[int]) -> None:
+        """Run, until the next `prefill`, these rows of the batch alone: what is returned for the others means nothing.
+
+        A row keeps its place in the cache and its results; the others take no time any more.
+
+        Args:
+            rows: increasing, at least one.
+        """
+        everything = len(rows) == self.cache.batch_size
+        self._rows = None if everything else torch.tensor(rows, dtype=torch.int64, device=self.model.device)
+        self.cache.select(self._rows)
 
     def reserve(self, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """Return K and V rows of the caller's own, ``(B, S, Hk, D)`` each, that `commit` moves with the others.
@@ -120,6 +133,7 @@ class HFTarget:
         last = lengths.to(torch.int64) - 1
         ids = torch.where(torch.arange(longest, device=ids.device) <= last[:, None], ids, 0)
         self.cache.reset()
+        self._rows = None
         chain, kept = self._chain, None
         tapped: list[Tensor] = []
         for start in range(0, longest, PREFILL_CHUNK):
@@ -157,7 +171,7 @@ class HFTarget:
             RuntimeError: the model is in training mode.
         """
         self._check_nodes("forward", ids, depths)
-        return self._run(ids, tree_mask, depths)
+        return self._spread(self._run(self._picked(ids), self._picked(tree_mask), self._picked(depths)))
 
     def run_layers(
         self,
@@ -199,12 +213,14 @@ class HFTarget:
             raise ValueError(f"HFTarget.run_layers: hidden {wanted} with start {plan.start}, got {shape}")
         if first_node < 0:
             raise ValueError(f"HFTarget.run_layers: first_node must be at least 0, got {first_node}")
-        if hidden is not None and self._is_lonely(ids):
-            hidden = hidden.expand(1, 2, -1)
+        ids, tree_mask, depths = self._picked(ids), self._picked(tree_mask), self._picked(depths)
+        if hidden is not None:
+            hidden = self._picked(hidden)
+            hidden = hidden.expand(1, 2, -1) if self._is_lonely(ids) else hidden
         with self._runner.planned(plan, hidden) as states:
             select = None if plan.stop is None else _nothing
             output = self._run(ids, tree_mask, depths, first_node=first_node, select=select)
-        return output._replace(hidden=states[0][:, : ids.shape[1]]) if states else output
+        return self._spread(output._replace(hidden=states[0][:, : ids.shape[1]]) if states else output)
 
     def commit(self, accepted: Tensor, num_accepted: Tensor, active: Tensor) -> None:
         """Keep the root and the accepted nodes of the last `forward`.
@@ -246,14 +262,15 @@ class HFTarget:
             seen.append(hidden)
             return (hidden.expand(1, 2, -1) if self._is_lonely(hidden[..., 0]) else hidden,)
 
-        prefix_len = self.cache.prefix_len
+        prefix_len = self._picked(self.cache.prefix_len)
+        slots = None if self._rows is None else self._rows[:, None].to(torch.int32)
         self.cache.continue_step(first_node)
         arguments = {
             "input_ids": ids,
             "position_ids": (prefix_len.unsqueeze(1) + depths).long(),
             "use_cache": True,
             "return_dict": True,
-            "tree_state": TreeState(tree_mask, prefix_len, first_node),
+            "tree_state": TreeState(tree_mask, prefix_len, first_node, slots),
             self._cache_argument: self.cache,
         }
         with (
@@ -262,6 +279,20 @@ class HFTarget:
         ):
             logits = self.model(**arguments).logits
         return TargetOutput(logits[:, : seen[0].shape[1]], seen[0])
+
+    def _picked(self, values: Tensor) -> Tensor:
+        """Return the rows that run, of ``values (B or 1, …)``."""
+        return values if self._rows is None or len(values) == 1 else values[self._rows]
+
+    def _spread(self, output: TargetOutput) -> TargetOutput:
+        """Put what the rows that ran gave into their places in the batch."""
+        rows = self._rows
+        if rows is None:
+            return output
+        parts = (
+            part.new_zeros(self.cache.batch_size, *part.shape[1:]).index_copy_(0, rows, part) for part in output[:2]
+        )
+        return TargetOutput(*parts)
 
     def _is_lonely(self, rows: Tensor) -> bool:
         """Say whether ``rows (B, T)`` is a single one that needs company."""

@@ -106,7 +106,7 @@ def measure_costs(model, *, context_len: int, max_drafts: int, repeats: int = 25
 
     def forward(num_nodes: int) -> float:
         ids = torch.ones(1, num_nodes, dtype=torch.int64, device=device)
-        return _timed(lambda: target.forward(ids, layout.mask(num_nodes), layout.depths(num_nodes)), device)
+        return timed_us(lambda: target.forward(ids, layout.mask(num_nodes), layout.depths(num_nodes)), device)
 
     chains: list[list[float]] = [[] for _ in range(max_drafts + 1)]
     blocks = _BlockTimer(model)
@@ -125,7 +125,8 @@ def measure_costs(model, *, context_len: int, max_drafts: int, repeats: int = 25
     return BlockCosts(attention_us, mlp_us, max(0.0, verify_us[0] - sum(block_us)), verify_us)
 
 
-def _timed(function: Callable[[], object], device: torch.device) -> float:
+def timed_us(function: Callable[[], object], device: torch.device) -> float:
+    """Run a function once and return its time in microseconds, the device's work included."""
     _wait(device)
     start = time.perf_counter_ns()
     function()

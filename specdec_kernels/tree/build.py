@@ -99,6 +99,22 @@ class DraftTree:
             path.append(self.parents[path[-1]])
         return tuple(reversed(path))
 
+    def prefix(self, num_nodes: int) -> "DraftTree":
+        """Return the tree of the first nodes, itself when it has no more.
+
+        Raises:
+            ValueError: ``num_nodes`` is below 1.
+
+        Example:
+            >>> DraftTree.chain(4).prefix(3) == DraftTree.chain(2)
+            True
+        """
+        if num_nodes < 1:
+            raise ValueError(f"DraftTree.prefix: num_nodes must be >= 1, got {num_nodes}")
+        if num_nodes >= self.num_nodes:
+            return self
+        return DraftTree(self.parents[:num_nodes], self.ranks[:num_nodes])
+
     def check_heads(self, num_heads: int | None = None, top_k: int | None = None) -> None:
         """Raise ValueError unless ``num_heads`` heads with ``top_k`` candidates each can fill the tree (None: any)."""
         for path in self.to_choices():

@@ -1,8 +1,9 @@
-"""The best draft tree for a node budget, from how often each head's candidates are right."""
+"""The best draft tree for a node budget, or for a machine, from how often each head's candidates are right."""
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -47,6 +48,32 @@ def optimize_tree(
 
     Source: Medusa (arXiv:2401.10774), "Searching for the optimized tree construction".
     """
+    tree, gains = grow_tree(accuracies, num_nodes, max_children=max_children)
+    return DraftTree.from_choices(tree.to_choices()), math.fsum(gains)
+
+
+def grow_tree(
+    accuracies: Sequence[Sequence[float]] | Tensor, num_nodes: int, *, max_children: int | None = None
+) -> tuple[DraftTree, list[float]]:
+    """Find the best trees of all sizes up to ``num_nodes`` at once: the first *n* nodes are the best tree of *n* nodes.
+
+    So a tree is made smaller by cutting off its last nodes: `DraftTree.prefix`.
+
+    Args:
+        accuracies, num_nodes, max_children: as in `optimize_tree`.
+
+    Returns:
+        The tree, its nodes in the order of their gains, and each node's gain, the probability that it is accepted:
+        the sum of the first *n* gains is the expected tokens per step of the first *n* nodes.
+
+    Raises:
+        ValueError: as `optimize_tree`.
+
+    Example:
+        >>> tree, gains = grow_tree([[0.6, 0.2], [0.5, 0.1]], num_nodes=4)
+        >>> tree.parents, gains, tree.prefix(3).to_choices()
+        ((-1, 0, 1, 0), [1.0, 0.6, 0.3, 0.2], [[0], [0, 0]])
+    """
     heads = _check_accuracies("optimize_tree", accuracies)
     if num_nodes < 1:
         raise ValueError(f"optimize_tree: num_nodes must be >= 1, got {num_nodes}")
@@ -55,8 +82,8 @@ def optimize_tree(
     # A node's children in order of gain; only the best unused sibling and the best child wait in the heap.
     order = [[rank for _, rank in sorted((-p, r) for r, p in enumerate(row))][:max_children] for row in heads]
 
-    choices: list[tuple[int, ...]] = []
-    gains = [1.0]
+    nodes: dict[tuple[int, ...], int] = {(): 0}
+    parents, gains = [-1], [1.0]
     heap: list[tuple[float, int, tuple[int, ...], int, float]] = []
 
     def offer(parent: tuple[int, ...], parent_gain: float, position: int) -> None:
@@ -70,11 +97,71 @@ def optimize_tree(
     offer((), 1.0, 0)
     while heap and len(gains) < num_nodes:
         negative_gain, _, path, position, parent_gain = heapq.heappop(heap)
-        choices.append(path)
+        nodes[path] = len(gains)
+        parents.append(nodes[path[:-1]])
         gains.append(-negative_gain)
         offer(path, -negative_gain, 0)
         offer(path[:-1], parent_gain, position + 1)
-    return DraftTree.from_choices(choices), math.fsum(gains)
+    return DraftTree.from_parents(parents, [0, *(path[-1] for path in list(nodes)[1:])]), gains
+
+
+class SizedTree(NamedTuple):
+    """A tree of some size, and what it is expected to give.
+
+    Attributes:
+        tree: its nodes in the order of their gains.
+        tokens_per_step: expected.
+        step_us: microseconds of a step with a tree of this size.
+    """
+
+    tree: DraftTree
+    tokens_per_step: float
+    step_us: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Expected tokens per second of one row."""
+        return self.tokens_per_step / self.step_us * 1e6
+
+
+def fastest_tree(
+    accuracies: Sequence[Sequence[float]] | Tensor,
+    step_us: Callable[[int], float],
+    max_nodes: int,
+    *,
+    max_children: int | None = None,
+) -> tuple[SizedTree, list[SizedTree]]:
+    """Find the tree that yields the most tokens per second, by what a step costs on a machine.
+
+        tokens/s (T)  =  most tokens per step of any tree of T nodes / time of a step with T nodes
+
+    The time is taken to depend on the number of nodes alone, so the best tree of each size is the one with the most
+    tokens per step, and only the sizes are to be tried: all of them.
+
+    Args:
+        accuracies, max_children: as in `optimize_tree`.
+        step_us: gives the time of a step with so many nodes, drafting included, in any one unit.
+        max_nodes: the largest size tried.
+
+    Returns:
+        The best one (the smaller of equals), and all sizes that were tried, from 1 on.
+
+    Raises:
+        ValueError: as `optimize_tree`; also a time that is not positive.
+
+    Example:
+        >>> best, _ = fastest_tree([[0.6, 0.2], [0.5, 0.1]], lambda nodes: 10 + nodes, max_nodes=8)
+        >>> best.tree.num_nodes, round(best.tokens_per_step, 2)
+        (4, 2.1)
+    """
+    largest, gains = grow_tree(accuracies, max_nodes, max_children=max_children)
+    sizes = []
+    for num_nodes in range(1, largest.num_nodes + 1):
+        time_us = step_us(num_nodes)
+        if not time_us > 0:
+            raise ValueError(f"fastest_tree: step_us({num_nodes}) must be positive, got {time_us}")
+        sizes.append(SizedTree(largest.prefix(num_nodes), math.fsum(gains[:num_nodes]), time_us))
+    return max(sizes, key=lambda sized: sized.tokens_per_s), sizes
 
 
 def expected_tokens(tree: DraftTree, accuracies: Sequence[Sequence[float]] | Tensor) -> float:
@@ -91,6 +178,22 @@ def expected_tokens(tree: DraftTree, accuracies: Sequence[Sequence[float]] | Ten
         >>> round(expected_tokens(DraftTree.chain(2), [[0.6, 0.2], [0.5, 0.1]]), 2)
         1.9
     """
+    return math.fsum(node_gains(tree, accuracies))
+
+
+def node_gains(tree: DraftTree, accuracies: Sequence[Sequence[float]] | Tensor) -> list[float]:
+    """Return the probability that each node of a tree is accepted, heads taken as independent; the root's is 1.
+
+    Args:
+        tree, accuracies: as in `expected_tokens`.
+
+    Raises:
+        ValueError: as `expected_tokens`.
+
+    Example:
+        >>> node_gains(DraftTree.chain(2), [[0.6, 0.2], [0.5, 0.1]])
+        [1.0, 0.6, 0.3]
+    """
     heads = _check_accuracies("expected_tokens", accuracies)
     tree.check_heads(num_heads=len(heads))
     gains = [1.0]
@@ -101,7 +204,7 @@ def expected_tokens(tree: DraftTree, accuracies: Sequence[Sequence[float]] | Ten
                 f"expected_tokens: node {node} has rank {rank}, but accuracies[{head}] has {len(heads[head])} ranks"
             )
         gains.append(gains[tree.parents[node]] * heads[head][rank])
-    return math.fsum(gains)
+    return gains
 
 
 def _check_accuracies(name: str, accuracies: Sequence[Sequence[float]] | Tensor) -> list[list[float]]:

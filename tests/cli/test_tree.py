@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from specdec_kernels import DraftTree
 from specdec_kernels.cli.__main__ import main
-from specdec_kernels.tree import draw_svg, draw_text, load_metadata, optimize_tree, preset, preset_names
+from specdec_kernels.decoding.budget import CostTable
+from specdec_kernels.decoding.calibration import Calibration, Setting
+from specdec_kernels.tree import draw_svg, draw_text, fastest_tree, load_metadata, optimize_tree, preset, preset_names
 
 HEADS = [[0.5, 0.2, 0.1], [0.4, 0.1], [0.3]]
 
@@ -83,6 +86,36 @@ def test_optimize_writes_beside_the_heads(heads_folder, capsys):
     assert [row[0] for row in table[1:7]] == ["4", "6", "8", "16", "32", "64"]
     assert table[2] == ["6", "6", "2", "3", f"{tokens:.4f}"]
     assert table[7] == ["chain", "4", "3", "1", f"{1 + 0.5 + 0.2 + 0.06:.4f}"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 64])
+def test_optimize_for_a_machine(heads_folder, capsys, batch_size):
+    setting = Setting.here(torch.device("cpu"), torch.float32, prepared=False)
+    points = [(b, 256, t, max(1000.0, 40.0 * b * t)) for b in (1, 64) for t in (1, 25, 128)]
+    calibration = Calibration(setting, CostTable(points))
+    calibration.save(heads_folder)
+    command = f"tree optimize --heads {heads_folder} --calibration {heads_folder} --dtype float32"
+    svg = heads_folder / "speed.svg"
+    assert main([*command.split(), "--batch-size", str(batch_size), "--svg", str(svg)]) == 0
+    best, _ = fastest_tree(HEADS, lambda nodes: calibration.steps.time_us(nodes, batch_size, 256), 128)
+    tree, metadata = DraftTree.load(heads_folder / "tree.json"), load_metadata(heads_folder / "tree.json")
+    assert tree == best.tree
+    assert (tree.num_nodes == 1) == (batch_size == 64)
+    assert metadata["expected_tokens_per_step"] == best.tokens_per_step
+    assert metadata["fastest_on"]["batch_size"] == batch_size
+    out = capsys.readouterr().out
+    assert "drafting not measured, taken as free" in out
+    table = [line.split() for line in out.split("\n\n")[-1].splitlines() if line[:1].isdigit()]
+    speeds = {int(row[0]): float(row[5]) for row in table}
+    assert max(speeds, key=speeds.get) == best.tree.num_nodes
+    assert svg.read_text(encoding="utf-8").count("<polyline") == 2
+
+
+def test_optimize_needs_a_budget_or_a_machine(heads_folder, capsys):
+    assert main(["tree", "optimize", "--heads", str(heads_folder)]) == 2
+    assert "give --nodes, or --calibration" in capsys.readouterr().err
+    assert main(["tree", "optimize", "--heads", str(heads_folder), "--calibration", str(heads_folder)]) == 2
+    assert "run `specdec-kernels calibrate`" in capsys.readouterr().err
 
 
 def test_optimize_from_a_file_to_a_file(heads_folder, capsys):

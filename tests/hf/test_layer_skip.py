@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec_kernels.decoding import ExitRule
-from specdec_kernels.decoding.drafters import LayerSkipDrafter, MedusaDrafter, PlainDrafter
+from specdec_kernels.decoding.drafters import LayerSkipDrafter, PlainDrafter
 from specdec_kernels.hf import HFTarget
 from tests.decoding.test_loop_law import LIMIT
 from tests.decoding.toy import ToyTarget
@@ -171,10 +171,6 @@ def test_the_cache_after_partial_acceptance_is_the_models_own():
     assert kept[-1].prefix_len.tolist() == [9 + NEW_TOKENS - 1] * 2
     rows = slice(0, 9 + NEW_TOKENS - 1)
     torch.testing.assert_close(kept[-1].cache.buffers[:, :, :, rows], plain.cache.buffers[:, :, :, rows])
-
-
-def test_drafters_of_other_kinds_need_no_context():
-    assert not hasattr(MedusaDrafter, "bind")
 
 
 @pytest.mark.parametrize("lengths", [[9], LENGTHS], ids=["B1", "B4"])

@@ -288,3 +288,12 @@ def test_save_rejects_what_it_could_not_read_back(tmp_path):
     with pytest.raises(TypeError, match="JSON"):
         DraftTree.chain(1).save(file, device=torch.device("cpu"))
     assert not file.exists()
+
+
+def test_a_prefix_keeps_the_first_nodes():
+    tree = DraftTree.from_parents([-1, 0, 1, 0, 3], [0, 2, 0, 1, 4])
+    assert tree.prefix(4) == DraftTree((-1, 0, 1, 0), (0, 2, 0, 1))
+    assert tree.prefix(1) == DraftTree.chain(0)
+    assert tree.prefix(5) is tree.prefix(9) is tree
+    with pytest.raises(ValueError, match="num_nodes must be >= 1, got 0"):
+        tree.prefix(0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec_kernels import DraftTree
-from specdec_kernels.tree import expected_tokens, optimize_tree
+from specdec_kernels.tree import expected_tokens, fastest_tree, grow_tree, node_gains, optimize_tree
 
 
 def random_accuracies(num_ranks, seed: int, steps: int | None = None) -> list[list[float]]:
@@ -120,6 +120,39 @@ def test_a_smaller_budget_is_part_of_a_larger_one():
         assert tree.num_nodes == size
         assert smaller <= paths
         smaller = paths
+
+
+def test_the_first_nodes_of_a_grown_tree_are_the_best_tree_of_their_number():
+    accuracies = random_accuracies((6, 5, 4), seed=2)
+    tree, gains = grow_tree(accuracies, 64)
+    assert gains == sorted(gains, reverse=True)
+    assert node_gains(tree, accuracies) == pytest.approx(gains)
+    for size in range(1, 65):
+        best, tokens = optimize_tree(accuracies, size)
+        assert sorted(tree.prefix(size).to_choices()) == sorted(best.to_choices())
+        assert math.fsum(gains[:size]) == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.3, 1.0, 50.0])
+def test_no_size_is_faster(slope):
+    """Of every tree there is, under a time with a step in it."""
+    accuracies = random_accuracies((2, 2, 2), seed=5)
+
+    def step_us(num_nodes):
+        return 10 + slope * num_nodes + 2 * (num_nodes > 4)
+
+    best, sizes = fastest_tree(accuracies, step_us, 15)
+    speeds = [tokens_by_outcomes(paths, accuracies) / step_us(len(paths) + 1) for paths in all_trees((2, 2, 2), None)]
+    assert best.tokens_per_s == pytest.approx(max(speeds) * 1e6)
+    assert best.tokens_per_step == pytest.approx(expected_tokens(best.tree, accuracies))
+    assert [sized.tree.num_nodes for sized in sizes] == list(range(1, 16))
+    assert (best.tree.num_nodes == 1) == (slope == 50.0)
+    assert (best.tree.num_nodes == 15) == (slope == 0.0)
+
+
+def test_a_time_must_be_positive():
+    with pytest.raises(ValueError, match=r"step_us\(2\) must be positive, got 0"):
+        fastest_tree([[0.5]], lambda nodes: 2 - nodes, 4)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from ...types import Verification
 from ..drafting import ChainLayout, DraftContext, DrawnChain
 from ..exits import ExitRule
 from ..protocols import Draft, RewindableTarget, TargetOutput
+from .plain import root_alone
 
 
 class DraftModelDrafter:
@@ -89,6 +90,7 @@ class DraftModelDrafter:
         self._lengths: list[int] = list(self._prompt_len)
         self._num_known = [0] * batch
         self._fed: list[list[int]] = [[] for _ in range(batch)]
+        self._num_running = batch
 
     @torch.no_grad()
     def propose(self, pending: Tensor) -> Draft:
@@ -97,6 +99,10 @@ class DraftModelDrafter:
         Waits for the device once for each token: whether to go on is the rows' decision.
         """
         assert self._context is not None
+        if self._context.max_nodes == 1:
+            # What is emitted meanwhile is fed when drafts are wanted again.
+            self._proposal = root_alone(pending[:, None])
+            return self._proposal
         logits = self._catch_up(self._context, pending.device)
         chain = DrawnChain(self._context, self._layout, pending, self.max_nodes)
         chain.extend(logits, self.exits.threshold)
@@ -125,6 +131,10 @@ class DraftModelDrafter:
     def _catch_up(self, context: DraftContext, device: torch.device) -> Tensor:
         """Forget drafts that were not emitted, feed what was; return the logits ``(B, V)`` after the pending tokens."""
         emitted, finished = context.emitted, context.finished
+        running = [row for row, ended in enumerate(finished) if not ended]
+        if len(running) < self._num_running and hasattr(self.model, "run_only"):
+            self.model.run_only(running)
+        self._num_running = len(running)
         missing = [[0] if finished[row] else self._rewind(row, tokens) for row, tokens in enumerate(emitted)]
         self.model.truncate(torch.tensor(self._lengths, dtype=torch.int32, device=device))
         width = max(map(len, missing))

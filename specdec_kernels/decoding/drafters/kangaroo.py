@@ -165,20 +165,21 @@ class KangarooDrafter:
     def _tree(self, pending: Tensor, levels: "_Levels") -> Draft:
         assert self._context is not None
         ids, states = pending[:, None], list[Tensor]()
-        drafting = self._context.active
+        drafting, limit = self._context.active, self._context.max_nodes
         num_nodes = torch.ones_like(pending, dtype=torch.int32)
-        for depth, (start, stop) in enumerate(levels.spans):
+        for depth, (start, end) in enumerate(levels.spans):
+            stop = min(end, limit)
             mask, depths = levels.mask(stop), levels.depths[:, start:stop]
             hidden, queries = self.run_nodes(ids[:, start:], mask, depths, start)
             states.append(hidden)
-            if depth == levels.tree.max_depth or not bool(drafting.any()):
+            if stop == limit or depth == levels.tree.max_depth or not bool(drafting.any()):
                 break
             logits = self._logits(hidden, queries, mask, start)[:, levels.inner[depth] - start]
             logits = self._processed(logits, levels.inner[depth], levels, ids)
             found, candidates = logits.topk(levels.top_k, dim=-1)
             best = (found[..., 0] - logits.logsumexp(-1)).exp().amax(1)
             drafting = drafting & ~best.isnan()
-            children = candidates.flatten(1)[:, levels.columns[depth]]
+            children = candidates.flatten(1)[:, levels.columns[depth][: limit - stop]]
             ids = torch.cat([ids, children if self.adapter.vocab_map is None else self.adapter.vocab_map[children]], 1)
             num_nodes = torch.where(drafting, ids.shape[1], num_nodes)
             drafting = drafting & (best >= self.exits.threshold)

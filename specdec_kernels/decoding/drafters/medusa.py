@@ -9,8 +9,10 @@ from torch import Tensor
 
 from ...modules import MedusaHeads
 from ...tree import DraftTree, load_metadata
+from ...tree.mask import num_words
 from ...tree.presets import preset
 from ...types import Verification
+from ..drafting import DraftContext
 from ..protocols import Draft, TargetOutput
 
 TREE_FILE = "tree.json"
@@ -66,11 +68,16 @@ class MedusaDrafter:
         self._tree_mask = tree.to_packed_mask(device)[None]
         self._depths = tree.to_depths_tensor(device)[None]
         self._hidden: Tensor | None = None
+        self._context: DraftContext | None = None
 
     @property
     def max_nodes(self) -> int:
         """``T``: every draft has all nodes of the tree."""
         return self.tree.num_nodes
+
+    def bind(self, context: DraftContext) -> None:
+        """Take the run, which may limit the nodes."""
+        self._context = context
 
     def begin(self, prompt_ids: Tensor, prompt_len: Tensor, output: TargetOutput) -> None:
         """Start a batch from the hidden states of the last prompt tokens."""
@@ -78,7 +85,7 @@ class MedusaDrafter:
 
     @torch.no_grad()
     def propose(self, pending: Tensor) -> Draft:
-        """Return the tree below the pending tokens ``(B,) int64``.
+        """Return the tree below the pending tokens ``(B,) int64``; its first nodes, when the run limits them.
 
         Raises:
             RuntimeError: `begin` was not called.
@@ -86,13 +93,16 @@ class MedusaDrafter:
         if self._hidden is None:
             raise RuntimeError("MedusaDrafter.propose: call begin first")
         ids = pending[:, None]
-        if len(self._columns):
+        count = self.max_nodes if self._context is None else min(self.max_nodes, self._context.max_nodes)
+        max_depth = max(self.tree.depths[:count])
+        if count > 1:
             root = None if self._embedding is None else F.embedding(pending, self._embedding)
             _, candidates, _ = self.heads.topk(
-                self._hidden, self._top_k, self._shared_weight, root, num_heads=self.tree.max_depth
+                self._hidden, self._top_k, self._shared_weight, root, num_heads=max_depth
             )
-            ids = torch.cat([ids, candidates.flatten(1).index_select(1, self._columns)], dim=1)
-        return Draft(ids, self._parents, self._tree_mask, self._depths, self.tree.max_depth)
+            ids = torch.cat([ids, candidates.flatten(1).index_select(1, self._columns[: count - 1])], dim=1)
+        mask = self._tree_mask[:, :count, : num_words(count)].contiguous()
+        return Draft(ids, self._parents[:, :count], mask, self._depths[:, :count], max_depth)
 
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
         """Keep the hidden state of each row's last accepted node; ended rows need none, so ``active`` is not read."""

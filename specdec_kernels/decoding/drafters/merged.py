@@ -50,6 +50,7 @@ class MergedDrafter:
             check_range("MergedDrafter", "max_nodes", max_nodes, first.max_nodes, 1024)
         self.drafters = (first, *others)
         self._max_nodes = everything if max_nodes is None else min(everything, max_nodes)
+        self._context: DraftContext | None = None
 
     @property
     def max_nodes(self) -> int:
@@ -58,6 +59,7 @@ class MergedDrafter:
 
     def bind(self, context: DraftContext) -> None:
         """Hand the run on to the drafters that want it."""
+        self._context = context
         for drafter in self.drafters:
             if hasattr(drafter, "bind"):
                 drafter.bind(context)
@@ -73,8 +75,9 @@ class MergedDrafter:
         first, *others = self.drafters
         trunk = first.propose(pending)
         merged = trunk
-        for drafter in others:
-            merged = graft(merged, drafter.propose(pending), self._max_nodes)
+        limit = self._max_nodes if self._context is None else min(self._max_nodes, self._context.max_nodes)
+        for drafter in others if trunk.ids.shape[1] < limit else ():
+            merged = graft(merged, drafter.propose(pending), limit)
         if trunk.hidden is None or merged is trunk:
             return merged
         # Layers that the first drafter has run for its nodes are run for the others, too.

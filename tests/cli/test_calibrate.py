@@ -1,0 +1,54 @@
+"""``specdec-kernels calibrate``, from nothing to a budget."""
+
+import json
+
+import pytest
+import torch
+
+from specdec_kernels import DraftTree
+from specdec_kernels.cli.__main__ import main
+from specdec_kernels.decoding.calibration import Calibration, Setting, file_of
+from specdec_kernels.modules import MedusaHeads
+
+from ..training.tiny import VOCAB, save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calibrate")
+    MedusaHeads(2, 1, 32, len(VOCAB)).save_pretrained(folder / "heads")
+    DraftTree.from_choices([[0], [1], [0, 0]]).save(folder / "heads" / "tree.json")
+    return save_tiny_model(folder / "model"), folder / "heads"
+
+
+def test_steps_then_drafters(folders, tmp_path, capsys):
+    model, heads = folders
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["w1 w2 w3 w1 w2"]}\n{"prompt": "w4 w5"}\n')
+    threads = torch.get_num_threads()
+    common = ["calibrate", "--model", model, "--heads", str(heads), "--dtype", "float32", "--threads", str(threads)]
+    sizes = ["--batch-sizes", "1", "2", "--contexts", "16", "--nodes", "1", "2", "4", "--repeats", "1"]
+    assert main([*common, *sizes]) == 0
+    setting = Setting.here(torch.device("cpu"), torch.float32, prepared=False)
+    steps = Calibration.load(heads, setting)
+    assert [point[:3] for point in steps.steps.points] == [(b, 16, t) for b in (1, 2) for t in (1, 2, 4)]
+    assert steps.drafters == {}
+    assert steps.metadata["command"].startswith("specdec-kernels calibrate --model model --heads heads")
+    drafters = ["--keep-steps", "--drafter", "medusa", "ngram", "--prompts", str(tmp_path / "prompts.jsonl")]
+    capsys.readouterr()
+    assert main([*common, *sizes, *drafters, "--max-new-tokens", "8"]) == 0
+    found = Calibration.load(heads, setting)
+    assert found.steps.points == steps.steps.points
+    assert set(found.drafters) == {"medusa", "ngram"}
+    assert len(found.drafters["medusa"].gains) == 4
+    assert found.budget("medusa").choose(1, 16) in (1, 2, 3, 4)
+    out = capsys.readouterr().out
+    assert "medusa\n  rows  nodes  tokens/step" in out
+    assert str(tmp_path) not in file_of(heads, setting.device).read_text()
+    assert len(json.loads(file_of(heads, setting.device).read_text())["calibrations"]) == 1
+
+
+def test_drafters_alone_need_steps(folders, tmp_path, capsys):
+    model, heads = folders
+    command = ["calibrate", "--model", model, "--heads", str(heads), "--out", str(tmp_path), "--keep-steps"]
+    assert main(command) == 2
+    assert "run `specdec-kernels calibrate`" in capsys.readouterr().err

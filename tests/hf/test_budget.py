@@ -1,0 +1,158 @@
+"""Batches that shrink while they decode: under a budget, with ended rows left out, texts and bits stay as they are."""
+
+import pytest
+import torch
+
+from specdec_kernels.decoding import DecodeStats, GreedyAcceptance, decode
+from specdec_kernels.decoding.drafters import DraftModelDrafter, LayerSkipDrafter, PlainDrafter
+from specdec_kernels.hf import HFTarget
+from specdec_kernels.hf.generate import generate
+from specdec_kernels.hf.prepare import prepare
+from tests.decoding.test_budget import ByRows
+
+from .half_precision import equal_bits
+from .test_drafters import ALWAYS, DRAFTERS, REPETITIVE
+from .test_generate import BATCHES, NEW, eos_of, medusa
+from .test_kangaroo import TREE, hopping
+from .tiny import VOCAB, record_calls, tiny_model
+
+# By the rows that go on: plain decoding with all four, larger drafts with fewer.
+SIZES = {4: 1, 3: 2, 2: 5, 1: 64}
+ALL = {
+    **DRAFTERS,
+    "medusa": medusa,
+    "kangaroo tree": lambda model: hopping(model, 1, tree=TREE, noise=0.02),
+    "layer skip": lambda model: LayerSkipDrafter([1], [0], max_drafts=4),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = tiny_model("llama", initializer_range=0.5, num_hidden_layers=2)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def rows_of_forwards(model):
+    """Record how many rows of the batch each forward of the model has."""
+    seen = []
+    layer = model.base_model.layers[-1].mlp
+    handle = layer.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[0]))
+    return seen, handle
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_shrinking_batch_has_the_texts_of_generate(model, name):
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": eos_of(model, "B4", 3, 8), "pad_token_id": 0}
+    expected = model.generate(**BATCHES["B4"], **options)
+    ended = (expected == 0).sum(1).unique()
+    assert len(ended) > 1, "the rows end together, so nothing shrinks"
+    budget, stats = ByRows(SIZES), DecodeStats()
+    seen, handle = rows_of_forwards(model)
+    ours = generate(model, **BATCHES["B4"], drafter=ALL[name](model), budget=budget, stats=stats, **options)
+    handle.remove()
+    assert torch.equal(ours, expected)
+    asked = [rows for rows, _ in budget.asked]
+    assert asked == sorted(asked, reverse=True)
+    assert len(set(asked)) > 1
+    assert asked[-1] in seen, "ended rows still take part"
+
+
+def shrinking(model, drafter, budget):
+    """Decode four prompts with limits of their own; return each row's tokens and the logits they were chosen from."""
+    lengths = REPETITIVE["attention_mask"].sum(1)
+    ids = torch.stack([row.roll(int(n)) for row, n in zip(REPETITIVE["input_ids"], lengths, strict=True)])
+    limits = [3, 14, 9, 6]
+    target = HFTarget(model, 4, ids.shape[1] + max(limits) - 1 + max(drafter.max_nodes, 1))
+    tokens, logits = ([[] for _ in limits] for _ in range(2))
+    options = {"acceptance": GreedyAcceptance(), "max_new_tokens": limits, "budget": budget}
+    for step in decode(target, drafter, ids, lengths.to(torch.int32), **options):
+        for row, new in enumerate(step.tokens):
+            tokens[row] += new
+            logits[row] += step.raw_logits[row, : len(new)].unbind()
+    assert [len(row) for row in tokens] == limits
+    return tokens, [torch.stack(row) for row in logits]
+
+
+@equal_bits
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("prepared", [False, True], ids=["plain", "prepared"])
+def test_bf16_has_the_bits_of_plain_decoding(name, prepared):
+    model = tiny_model("llama", initializer_range=0.5, num_hidden_layers=2, head_dim=16).bfloat16()
+    drafter = ALL[name](model)
+    if hasattr(drafter, "adapter"):
+        drafter.adapter.to(model.dtype)
+    model = prepare(model) if prepared else model
+    tokens, logits = shrinking(model, PlainDrafter(), None)
+    ours, our_logits = shrinking(model, drafter, ByRows(SIZES))
+    assert ours == tokens
+    assert all(torch.equal(a, b) for a, b in zip(our_logits, logits, strict=True))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama", "qwen3"])
+def test_rows_that_run_alone_give_what_they_gave_together(family):
+    """Windows, sinks, soft caps: paged attention over the same cache, in fp64 where sums differ less than tokens do."""
+    model = tiny_model(family).double()
+    tokens, mask = torch.randint(3, VOCAB, (3, 11)), torch.ones(1, 1, 1, dtype=torch.int64)
+    depths, nothing = torch.zeros(1, 1, dtype=torch.int32), torch.empty(3, 0, dtype=torch.int32)
+    lengths = torch.tensor([8, 3, 5], dtype=torch.int32)
+    outputs = []
+    for rows in ([0, 1, 2], [0, 2], [1]):
+        target = HFTarget(model, 3, 12)
+        target.prefill(tokens[:, :8], lengths)
+        target.run_only(rows)
+        for step in range(3):
+            output = target.forward(tokens[:, 8 + step, None], mask, depths)
+            active = torch.zeros(3, dtype=torch.bool)
+            active[rows] = True
+            target.commit(nothing, torch.zeros(3, dtype=torch.int32), active)
+        assert target.prefix_len.tolist() == [n + 3 * (row in rows) for row, n in enumerate(lengths.tolist())]
+        outputs.append(output)
+    for rows, output in zip(([0, 2], [1]), outputs[1:], strict=True):
+        torch.testing.assert_close(output.logits[rows], outputs[0].logits[rows])
+        torch.testing.assert_close(output.hidden[rows], outputs[0].hidden[rows])
+
+
+def test_a_new_prefill_runs_all_rows_again(model):
+    target = HFTarget(model, 2, 8)
+    ids, lengths = torch.tensor([[5, 6], [7, 8]]), torch.tensor([2, 2], dtype=torch.int32)
+    first = target.prefill(ids, lengths).logits
+    target.run_only([1])
+    assert torch.equal(target.prefill(ids, lengths).logits, first)
+
+
+class Alternating:
+    """Plain steps and whole drafts in turn."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def choose(self, num_rows, context_len):
+        self.steps += 1
+        return 1 if self.steps % 2 else 64
+
+
+def test_kangaroo_keeps_its_cache_through_plain_steps(model):
+    """The adapter is the model's last layer: while its rows are right, all that it drafts is accepted."""
+    drafter, stats = hopping(model, model.config.num_hidden_layers - 1, max_drafts=3), DecodeStats()
+    options = {"max_new_tokens": 1 + 5 * 3, "do_sample": False}
+    generate(model, **BATCHES["B1"], drafter=drafter, budget=Alternating(), stats=stats, **options)
+    assert stats.accepted_histogram == [3, 0, 0, 3]
+
+
+def test_a_draft_model_catches_up_after_plain_steps(model):
+    """The draft model is the target: while its cache is right, all that it drafts is accepted."""
+    calls, stats = [], DecodeStats()
+
+    def make_draft(batch_size, capacity):
+        draft = HFTarget(model, batch_size, capacity)
+        draft.forward, recorded = record_calls(draft.forward)
+        calls.append(recorded)
+        return draft
+
+    drafter = DraftModelDrafter(make_draft, max_drafts=3, exit_rule=ALWAYS)
+    options = {"max_new_tokens": 1 + 5 * 3, "do_sample": False}
+    generate(model, **BATCHES["B1"], drafter=drafter, budget=Alternating(), stats=stats, **options)
+    assert stats.accepted_histogram == [3, 0, 0, 3]
+    # In each of the three steps with drafts one to catch up and two to draft; in the others none.
+    assert [len(recorded) for recorded in calls] == [9]
