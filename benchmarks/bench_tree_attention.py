@@ -5,6 +5,7 @@ Torch: sdpa with a dense mask, in three forms; with ``--full`` also `torch.compi
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from .attention_baselines import Inputs
 from .cases import MODELS
 from .harness import Cost, Options, Result
 from .memory import peak_extra_bytes
-from .plot import plot, plot_growth
+from .plot import plot, plot_growth, plot_speedups
 
 OP = "tree_attention"
 OURS = ("specdec_kernels",)
@@ -75,11 +76,11 @@ def _all_cases() -> list[Case]:
 CASES = {_case_id(case): case for case in _all_cases()}
 QUICK = [_case_id(case) for case in _quick_cases()]
 MEMORY_CASE = Case("llama3_8b", 64, 16384)
-MAX_SECONDS = 60
+GRID = re.compile(r"(?P<panel>\w+)-B(?P<batch>\d+)-P(?P<x>\d+)-T(?P<nodes>\d+)-bfloat16")
 
 
-def skip(case: Case, device: torch.device) -> str | None:
-    """Say why a case cannot be run here, or None."""
+def skip(case: Case, device: torch.device, limit: float) -> str | None:
+    """Say why a case cannot be run here, or not within ``limit`` seconds, or None."""
     model = MODELS[case.model]
     group = model.num_heads // model.num_kv_heads
     caches = 2 * case.batch * (case.prefix + case.nodes) * model.num_kv_heads * model.head_dim * case.dtype.itemsize
@@ -91,9 +92,9 @@ def skip(case: Case, device: torch.device) -> str | None:
     if needed > free * 0.8:
         return f"needs about {needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} GB are free"
     # About what the slower providers reach on two cores; each runs some 15 times.
-    seconds = 15 * 4 * (cost(case).flops / 80e9 + caches * group / 5e9)
-    if device.type == "cpu" and seconds > MAX_SECONDS * max(1, torch.get_num_threads() // 2):
-        return f"would take about {seconds:.0f} s"
+    seconds = 15 * 4 * (cost(case).flops / 80e9 + caches * group / 5e9) * 2 / torch.get_num_threads()
+    if device.type == "cpu" and seconds > limit:
+        return f"would take about {seconds:.0f} s, more than the {limit:g} allowed"
     return None
 
 
@@ -178,7 +179,11 @@ def measure_memory(device: torch.device) -> str:
 
 
 def draw(jsonl: Path) -> list[Path]:
-    """Draw all results, and how the time grows with the prefix."""
+    """Draw all results, and how the time grows with the prefix; of the whole grid only the speed-ups."""
+    if jsonl.stem.endswith("_grid"):
+        return [plot_speedups(jsonl, GRID, "prefix length, tokens")]
+    if jsonl.stem != OP:
+        return [plot(jsonl)]
     return [
         plot(jsonl),
         plot_growth(jsonl, r"llama3_8b-B1-P(?P<x>\d+)-T(?P<panel>1|26)-bfloat16", "prefix length, tokens"),

@@ -10,7 +10,7 @@ A benchmark file ``bench_<op>.py`` states
 - ``cost(case)``: what the op cannot avoid, a `Cost`,
 - optionally ``check(actual, expected)``, which raises on a mismatch (default: equal bits),
 - optionally ``notes(results, device)``: what else there is to say, printed below the table,
-- optionally ``skip(case, device)``: why a case cannot be run here, or None,
+- optionally ``skip(case, device, seconds)``: why a case cannot be run here, or not in that time, or None,
 - optionally ``QUICK``: the ids of the cases to run unless all are asked for, and ``draw(jsonl)``: other plots.
 """
 
@@ -58,11 +58,13 @@ class Options:
         seconds: time budget of one provider in one case.
         cold: sweep a large buffer through the caches before each sample.
         peer_python: an interpreter with another project's kernels.
+        limit: seconds that a case may take; longer ones are left out.
     """
 
     seconds: float = 1.0
     cold: bool = False
     peer_python: str | None = None
+    limit: float = 60.0
 
 
 DEFAULTS = Options()
@@ -218,7 +220,7 @@ def run_benchmark(
     results, told = [], set()
     for case_id in case_ids:
         case = bench.CASES[case_id]
-        reason = bench.skip(case, device) if hasattr(bench, "skip") else None
+        reason = bench.skip(case, device, options.limit) if hasattr(bench, "skip") else None
         if reason:
             print(f"{bench.OP} {case_id}: skipped, {reason}")
             continue
@@ -233,9 +235,12 @@ def run_benchmark(
     return machine, results
 
 
-def save(op: str, machine: Machine, results: list[Result]) -> Path:
-    """Write ``results/<device>/<op>.jsonl``, replacing what an earlier run measured."""
-    path = RESULTS / machine.slug / f"{op}.jsonl"
+def save(name: str, machine: Machine, results: list[Result], add: bool = False) -> Path:
+    """Write ``results/<device>/<name>.jsonl``, replacing what earlier runs measured; ``add``: of these cases only."""
+    path = RESULTS / machine.slug / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+    measured = {result.case for result in results}
+    kept = path.read_text().splitlines(keepends=True) if add and path.exists() else []
+    kept = [line for line in kept if json.loads(line)["case"] not in measured]
+    path.write_text("".join(kept) + "".join(json.dumps(asdict(result)) + "\n" for result in results))
     return path

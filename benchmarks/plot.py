@@ -68,6 +68,38 @@ def plot_growth(jsonl: Path, pattern: str, label: str) -> Path:
     return path
 
 
+def plot_speedups(jsonl: Path, pattern: re.Pattern[str], label: str) -> Path:
+    """Draw our speed-up over the best baseline: a panel for each ``panel`` of the pattern, over its ``x``.
+
+    Its other groups tell the lines of a panel apart.
+    """
+    records = _records(jsonl)
+    points: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for record in records:
+        match = pattern.fullmatch(record["case"])
+        if match and record["provider"] == "specdec_kernels":
+            groups = {name: text for name, text in match.groupdict().items() if name not in ("panel", "x")}
+            line = ", ".join(f"{name} {text}" for name, text in groups.items())
+            series = points.setdefault(match["panel"], {}).setdefault(line, [])
+            series.append((int(match["x"]), record["speedup_over_best_baseline"]))
+    lines = list(dict.fromkeys(line for panel in points.values() for line in panel))
+    figure = _figure(4 * max(1, len(points)), 5)
+    panels = figure.subplots(1, max(1, len(points)), sharey=True, squeeze=False)[0]
+    for axes, (panel, series_of) in zip(panels, points.items(), strict=False):
+        for name, series in series_of.items():
+            style = {"color": f"C{lines.index(name) % 10}", "linestyle": "-" if lines.index(name) < 10 else "--"}
+            axes.plot(*zip(*sorted(series), strict=True), marker="o", markersize=3, label=name, **style)
+        axes.axhline(1, color="black", linewidth=0.7)
+        axes.set(xscale="log", xlabel=label, title=panel)
+    panels[0].set_ylabel("times as fast as the best baseline")
+    figure.suptitle(_title(records))
+    handles = {text: handle for axes in panels for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+    path = jsonl.with_suffix(".svg")
+    figure.savefig(path)
+    return path
+
+
 def _records(jsonl: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in jsonl.read_text().splitlines()]
 

@@ -26,8 +26,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--peer-python", metavar="PATH", help="interpreter with another project's kernels, as a baseline"
     )
+    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="leave out cases that take longer")
     parser.add_argument("--list", action="store_true", help="list benchmarks and cases, and stop")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<device>/<op>.jsonl and .svg")
+    parser.add_argument("--name", help="name of the files that --save writes; default: the op's")
+    parser.add_argument("--add", action="store_true", help="with --save: keep what the file has of other cases")
 
 
 def benchmark_names() -> list[str]:
@@ -61,13 +64,13 @@ def _run_one(name: str, args: Namespace) -> int:
     if not case_ids:
         print(f"{name} has no case like {args.case!r}; see --list", file=sys.stderr)
         return 2
-    options = harness.Options(seconds=args.seconds, cold=args.cold, peer_python=args.peer_python)
+    options = harness.Options(args.seconds, args.cold, args.peer_python, args.limit)
     machine, results = harness.run_benchmark(bench, args.device, options, case_ids)
     print(harness.table(results))
     if hasattr(bench, "notes"):
         print(bench.notes(results, args.device))
-    if args.save:
-        path = harness.save(name, machine, results)
+    if args.save and results:
+        path = harness.save(args.name or name, machine, results, args.add)
         draw = getattr(bench, "draw", None) or importlib.import_module("benchmarks.plot").plot
         drawn = draw(path)
         print("written:", *[path, *(drawn if isinstance(drawn, list) else [drawn])])

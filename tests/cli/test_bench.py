@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,7 +60,7 @@ def test_a_provider_that_cannot_run_is_told_and_left_out(capsys, monkeypatch) ->
     bench = toy_bench(
         CASES={"n8": 8, "n9": 9, "n7": 7},
         providers=lambda case: providers,
-        skip=lambda case, device: "9 is too many" if case == 9 else None,
+        skip=lambda case, device, seconds: "9 is too many" if case == 9 else None,
     )
     _, results = harness.run_benchmark(bench, CPU, harness.Options(seconds=0.0), bench.CASES)
     assert {r.provider for r in results} == {"reference", "ours", "slow"}
@@ -128,6 +129,35 @@ def test_results_are_written_and_drawn(tmp_path, monkeypatch) -> None:
     assert [r["provider"] for r in records] == ["reference", "ours"]
     assert records[0]["machine"]["model"] == "Some CPU @ 2.0 GHz"
     assert plot(path).read_text().lstrip().startswith("<?xml")
+
+
+def test_results_of_other_cases_are_kept_when_told(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    bench = toy_bench(CASES={"n8": 8, "n9": 9})
+
+    def saved(case_id, median, add) -> list[tuple[str, float]]:
+        results = harness.summarise(bench, case_id, {"reference": [median * 1e-6]}, MACHINE, ROOFLINE, False)
+        path = harness.save("toy", MACHINE, results, add)
+        return [(r["case"], r["median_us"]) for r in map(json.loads, path.read_text().splitlines())]
+
+    saved("n8", 1.0, add=True)
+    assert saved("n9", 2.0, add=True) == [("n8", 1.0), ("n9", 2.0)]
+    assert saved("n8", 3.0, add=True) == [("n9", 2.0), ("n8", 3.0)]
+    assert saved("n8", 4.0, add=False) == [("n8", 4.0)]
+
+
+def test_speedups_are_drawn(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    results = [
+        harness.Result("toy", f"{model}-B1-P{x}-T{nodes}-bfloat16", name, 1, 1, 1, 1, False, 1, 1, 1.0, x / 100, {})
+        for model, x, nodes in product(("one", "two"), (128, 1024), (1, 8))
+        for name in ("specdec_kernels", "other")
+    ]
+    path = tmp_path / "tree_attention_grid.jsonl"
+    path.write_text("".join(json.dumps({**asdict(r), "machine": asdict(MACHINE)}) + "\n" for r in results))
+    (drawn,) = bench_tree_attention.draw(path)
+    text = drawn.read_text()
+    assert all(word in text for word in ("<!-- one -->", "<!-- two -->", "<!-- batch 1, nodes 8 -->"))
 
 
 @pytest.mark.parametrize("layout", ["list", "stacked", "paged"])
@@ -222,11 +252,14 @@ def test_quick_cases_unless_all_are_asked_for(capsys) -> None:
 def test_cases_that_do_not_fit_are_skipped() -> None:
     def reason(prefix, batch):
         case = bench_tree_attention.CASES[f"llama3_8b-B{batch}-P{prefix}-T128-bfloat16"]
-        return str(bench_tree_attention.skip(case, CPU))
+        return str(bench_tree_attention.skip(case, CPU, limit))
 
+    limit = 60.0
     assert reason(128, 1) == "None"
     assert "would take about" in reason(131072, 1) or "GB of memory" in reason(131072, 1)
     assert "GB of memory" in reason(131072, 32)
+    limit = 0.01
+    assert "more than the 0.01 allowed" in reason(128, 1)
 
 
 def test_needs_a_clone(monkeypatch, tmp_path, capsys) -> None:
