@@ -157,5 +157,6 @@ def _trainer_options(args: Namespace):
     from ..training.trainer import TrainerOptions
 
     return TrainerOptions(
-        epochs=args.epochs, batch_size=args.batch_size, lr=args.lr, seed=args.seed, save_every=args.save_every
-    )
+        epochs=args.epochs, batch_size=args.batch_size, lr=args.lr, weight_decay=args.weight_decay, seed=args.seed,
+        save_every=args.save_every,
+    )  # fmt: skip
