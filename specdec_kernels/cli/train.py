@@ -82,6 +82,7 @@ def _add_training_arguments(group, batch_size: int, rows: str) -> None:
     group.add_argument("--epochs", type=float, default=4.0, help=f"passes over the training {rows}")
     group.add_argument("--batch-size", type=int, default=batch_size, help=f"{rows} of one step")
     group.add_argument("--lr", type=float, default=1e-3, help="highest learning rate of AdamW")
+    group.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW; helps when there is little text")
     group.add_argument(
         "--on-the-fly", action="store_true", help="keep no hidden states on disk, run the model each time"
     )

@@ -54,11 +54,17 @@ class GenerationOptions:
 def template_of(tokenizer) -> Template:
     """Cut the tokenizer's chat template around one user turn.
 
+    Without one (a model that only continues texts), texts begin with the id that begins or ends all texts, and the
+    “answer” is how the model goes on.
+
     Raises:
-        ValueError: there is no chat template, or it does not keep the user's text.
+        ValueError: the chat template does not keep the user's text, or there is neither one nor such an id.
     """
     if not tokenizer.chat_template:
-        raise ValueError("self-generated data needs a tokenizer with a chat template; this one has none")
+        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        if first is None:
+            raise ValueError("self-generated data needs a tokenizer with a chat template, or with a bos or eos token")
+        return Template((first,), (), frozenset({tokenizer.eos_token_id} - {None}))
     mark = "MARKED USER TEXT"
     parts = _render(tokenizer, [{"role": "user", "content": mark}]).split(mark)
     if len(parts) != 2:
@@ -70,6 +76,13 @@ def template_of(tokenizer) -> Template:
 
 def _render(tokenizer, messages: list[dict]) -> str:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+def _prompt_ids(tokenizer, messages: list[dict]) -> tuple[int, ...]:
+    """Return what the model is given for a conversation that ends with the user's turn."""
+    if tokenizer.chat_template:
+        return tuple(tokenizer(_render(tokenizer, messages), add_special_tokens=False).input_ids)
+    return tuple(tokenizer("\n".join(message["content"] for message in messages)).input_ids)
 
 
 def read_prompts(path: str | Path) -> list[list[dict]]:
@@ -116,8 +129,7 @@ def prompt_jobs(tokenizer, prompts: list[list[dict]]) -> Callable[[int], Job | N
     def job(index: int) -> Job | None:
         if index >= 2 * len(prompts):
             return None
-        text = _render(tokenizer, prompts[index % len(prompts)])
-        start = tuple(tokenizer(text, add_special_tokens=False).input_ids)
+        start = _prompt_ids(tokenizer, prompts[index % len(prompts)])
         return Job(index, start, writes_user_turn=False, greedy=index < len(prompts))
 
     return job

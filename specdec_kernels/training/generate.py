@@ -27,7 +27,7 @@ class Template:
 
     Attributes:
         before_user: everything up to where the user's text starts.
-        after_user: from the end of the user's text to where the answer starts.
+        after_user: from the end of the user's text to where the answer starts; nothing for a model without turns.
         stop: ids that end a turn.
     """
 
@@ -178,7 +178,11 @@ class _Slot:
             if token in template.stop or turn_len >= limits.user_len:
                 self.in_user_turn = False
                 self.forced.extend(template.after_user)
-                return self.take(token, template, limits)
+                if self.forced:
+                    return self.take(token, template, limits)
+                # Nothing stands between the turns: this place is drawn again, as the answer's first.
+                self.turn_start = len(self.ids)
+                return False
             self.ids.append(token)
             return False
         self.ids.append(token)

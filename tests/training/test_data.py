@@ -1,10 +1,11 @@
 import json
 import re
+import shutil
 
 import pytest
 import torch
 
-from specdec_kernels.hf.load import load_tokenizer
+from specdec_kernels.hf.load import load_model, load_tokenizer
 from specdec_kernels.hf.prepare import PreparedLinear
 from specdec_kernels.training import data
 from specdec_kernels.training.data import (
@@ -33,14 +34,47 @@ def test_template_is_cut_around_the_user_turn(tiny):
     assert (template.before_user, template.after_user, template.stop) == ((1, 4), (2, 1, 5), frozenset({2}))
 
 
-def test_template_without_chat_template_is_refused(tiny):
+def test_a_template_without_the_users_text_is_refused(tiny):
     tokenizer = load_tokenizer(tiny)
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="has none"):
-        template_of(tokenizer)
     tokenizer.chat_template = "nothing of the user"
     with pytest.raises(ValueError, match="once, found it 0 times"):
         template_of(tokenizer)
+    tokenizer.chat_template = tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="or with a bos or eos token"):
+        template_of(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def base(tiny, tmp_path_factory):
+    """A model without a chat template."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("chat_template*"))
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    assert load_tokenizer(str(folder)).chat_template is None
+    return str(folder)
+
+
+def test_a_model_without_turns_goes_on_from_its_own_text(base, tmp_path):
+    found = generate_conversations(tmp_path, options(base), num_tokens=300, num_slots=7)
+    assert all(c.prompt[0] == 2 for c in found)  # begins with the end of texts, for want of a bos token
+    assert max(len(c.prompt) for c in found if c.index // 2 % 2 == 0) == 1 + LIMITS.user_len  # those without an opener
+    model = load_model(base, torch.float32)
+    greedy = [c for c in found if c.greedy]
+    assert len(greedy) > 5
+    for c in greedy:
+        with torch.no_grad():
+            predicted = model(torch.tensor([c.prompt + c.answer])).logits[0, len(c.prompt) - 1 : -1].argmax(-1)
+        assert predicted.tolist() == list(c.answer)
+
+
+def test_prompts_for_a_model_without_turns(base, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"turns": ["w1 w2", "w3"]}) + "\n" + json.dumps({"prompt": "w5"}))
+    job = prompt_jobs(load_tokenizer(base), read_prompts(path))
+    vocabulary = load_tokenizer(base).get_vocab()
+    assert [job(i).start for i in range(2)] == [(vocabulary["w1"], vocabulary["w2"]), (vocabulary["w5"],)]
 
 
 def test_prompts_of_every_form(tmp_path):
