@@ -91,12 +91,16 @@ def _add_training_arguments(group, batch_size: int, rows: str) -> None:
 
 def run(args: Namespace) -> int:
     """Train; a bad argument or folder is one line on stderr and exit code 2."""
+    from ..training.processes import Processes
+
     train = _train_medusa if args.drafter == "medusa" else _train_kangaroo
     try:
-        print(f"wrote {args.out}; next: {train(args)}")
+        following = train(args)
     except (ImportError, NotImplementedError, OSError, ValueError) as error:
         print(f"specdec-kernels train {args.drafter}: {error}", file=sys.stderr)
         return 2
+    if Processes.current().is_first:
+        print(f"wrote {args.out}; next: {following}")
     return 0
 
 
