@@ -16,7 +16,7 @@ def plot(jsonl: Path) -> Path:
     cases = list(dict.fromkeys(record["case"] for record in records))
     # One row a record, and an empty row between cases.
     rows = {(r["case"], r["provider"]): slot + cases.index(r["case"]) for slot, r in enumerate(records)}
-    figure = _figure(9, 1.6 + 0.22 * len(rows))
+    figure = new_figure(9, 1.6 + 0.22 * len(rows))
     axes = figure.subplots()
     for name in dict.fromkeys(record["provider"] for record in records):
         mine = [record for record in records if record["provider"] == name]
@@ -51,7 +51,7 @@ def plot_growth(jsonl: Path, pattern: str, label: str) -> Path:
         if match:
             series = points.setdefault(match["panel"], {}).setdefault(record["provider"], [])
             series.append((int(match["x"]), record["median_us"]))
-    figure = _figure(4.5 * max(1, len(points)), 4.5)
+    figure = new_figure(4.5 * max(1, len(points)), 4.5)
     panels = figure.subplots(1, max(1, len(points)), sharey=True, squeeze=False)[0]
     for axes, (panel, of_provider) in zip(panels, points.items(), strict=False):
         for name, series in of_provider.items():
@@ -83,7 +83,7 @@ def plot_speedups(jsonl: Path, pattern: re.Pattern[str], label: str) -> Path:
             series = points.setdefault(match["panel"], {}).setdefault(line, [])
             series.append((int(match["x"]), record["speedup_over_best_baseline"]))
     lines = list(dict.fromkeys(line for panel in points.values() for line in panel))
-    figure = _figure(4 * max(1, len(points)), 5)
+    figure = new_figure(4 * max(1, len(points)), 5)
     panels = figure.subplots(1, max(1, len(points)), sharey=True, squeeze=False)[0]
     for axes, (panel, series_of) in zip(panels, points.items(), strict=False):
         for name, series in series_of.items():
@@ -104,7 +104,12 @@ def _records(jsonl: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in jsonl.read_text().splitlines()]
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of so many inches.
+
+    Raises:
+        RuntimeError: matplotlib is not installed (``pip install specdec-kernels[bench]``).
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

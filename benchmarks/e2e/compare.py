@@ -1,280 +1,291 @@
-"""Whole calls of plain and speculative decoding on the same prompts, interleaved, with the texts compared.
+"""Whole calls of many providers on the same prompts and weights, interleaved for each prompt, with the texts compared.
 
-    python -m benchmarks.e2e.compare --dtype bfloat16 --batch-size 1
-    python -m benchmarks.e2e.compare --dtype float32 --batch-size 4 --prompts FILE
-    python -m benchmarks.e2e.compare --drafter plain medusa --without-generate
-    python -m benchmarks.e2e.compare --drafter plain medusa --prepare
+    python -m benchmarks.e2e.compare --prepare --peer-python vllm=PYTHON llama.cpp=PYTHON economize=PYTHON
+    python -m benchmarks.e2e.compare --provider generate plain medusa --dtype float32 --batch-size 4 --prompts FILE
+    python -m benchmarks.e2e.compare --provider generate ngram kangaroo --adapter FOLDER --dtype float32 --texts-only
+
+Every provider runs in a process of its own, in its own environment, and is stopped while another one is timed. One that
+cannot run, or does not decode the same weights, is left out, and a line says why.
 
 Prompts are JSON lines in the format of Spec-Bench: ``question_id``, ``task``, ``turns`` (the first turn is used).
-Every text is compared with that of ``model.generate`` and, when ``plain`` is among the drafters, with that of our own
-plain decoding. The second must always be equal in 16 bits on the CPU, the first in fp32. Where a text departs from
-``generate`` in bf16, the gap between the two candidates' logits there is given, in units in the last place of bf16:
-zero or a few is a tie that rounding decides.
+Every text is compared with that of ``model.generate`` and with that of the same project without speculation. Ours must
+always be equal to our own plain decoding in 16 bits on the CPU, and to ``generate`` in fp32. With ``--gaps``, where a
+text departs from ``generate``, the gap between the two candidates' logits there is given, in units in the last place of
+bf16: zero or a few is a tie that rounding decides.
 """
 
 import argparse
-import copy
-import json
-import math
+import contextlib
 import os
 import random
-import statistics
+import re
 import sys
+import tempfile
 import time
-from collections import defaultdict
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
-from benchmarks.e2e.providers import OURS, THEIRS, Provider, provider
+from benchmarks.e2e import report
+from benchmarks.e2e.catalogue import OURS, PEERS, PROVIDERS
+from benchmarks.e2e.peers import environment
+from benchmarks.e2e.processes import WorkerProcess
+from benchmarks.e2e.prompts import OWN_PROMPTS, encode, read_prompts
+from benchmarks.e2e.rows import Row, Run, read_run, write_run
+from benchmarks.e2e.weights import GGUF_FILE, MODEL_FOLDER, write_folder, write_gguf
 from benchmarks.harness import RESULTS
 from benchmarks.machine import describe_machine
 from specdec_kernels.cli import _drafters
-from specdec_kernels.hf.load import PACKAGED_MODEL, load_model, load_tokenizer
-from specdec_kernels.hf.prepare import prepare
+from specdec_kernels.hf.load import PACKAGED_MODEL, load_tokenizer
 
-OWN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
-# A plain run whose two candidates lie this close, in bf16 units in the last place, is decided by rounding.
-NEAR_TIE_ULP = 4.0
-# What the texts are compared with, where it takes part in the run.
-STANDARDS = ("generate", "plain")
-
-
-@dataclass
-class Row:
-    """One prompt under one provider; ``seconds`` and ``batch_tokens`` are those of its batch.
-
-    ``differs_from`` holds, for each of `STANDARDS` in the run, where the text first differs, None when it is equal.
-    """
-
-    question_id: int
-    task: str
-    drafter: str
-    new_tokens: int
-    batch_tokens: int
-    seconds: float
-    tokens_per_step: float | None
-    differs_from: dict[str, int | None]
-    gap_ulp: float | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        """New tokens of the batch over its time."""
-        return self.batch_tokens / self.seconds
-
-
-def read_prompts(path: Path, limit: int | None) -> list[dict]:
-    """Return the first ``limit`` questions of a file."""
-    with path.open() as file:
-        return [json.loads(line) for line in file if line.strip()][:limit]
-
-
-def encode(tokenizer, texts: list[str]) -> dict[str, torch.Tensor]:
-    """Return left-padded chat prompts."""
-    tokenizer.padding_side = "left"
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    return dict(
-        tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-        )
-    )
+# The same weights give the same first tokens where the model is sure of them; later ones may be near-ties.
+GATE_PROMPT, GATE_TOKENS, WARM_UP_TOKENS = "What is the capital of France?", 4, 16
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
-    """Return where two rows begin to differ, None when they are equal; both are padded alike after their end."""
+    """Return where two texts begin to differ, None when they are equal."""
     differing = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     return min(len(a), len(b)) if differing is None and len(a) != len(b) else differing
 
 
-def bf16_gap(model, inputs: dict, position: int, row: int, ids: tuple[int, int], options: dict) -> float:
-    """Return how far apart ``generate``'s logits of two tokens are at a position, in bf16 ulp of the greater one."""
-    options = {**options, "max_new_tokens": position + 1}
-    plain = model.generate(**inputs, **options, output_logits=True, return_dict_in_generate=True)
-    ours, theirs = (float(plain.logits[position][row, i]) for i in ids)
-    ulp = 2.0 ** (math.floor(math.log2(max(abs(ours), abs(theirs), 1e-30))) - 7)
-    return abs(ours - theirs) / ulp
-
-
-def compare_batch(model, providers: dict[str, Provider], inputs: dict, questions: list[dict], options: dict):
+def compare_batch(
+    workers: dict[str, WorkerProcess], prompts: list[list[int]], questions: list[dict], args
+) -> list[Row]:
     """Decode a batch with every provider, in a new order each time; return a `Row` for each provider and question."""
-    prompt_len = inputs["input_ids"].shape[1]
-    decoded, seconds = {}, {}
-    for name in random.sample(list(providers), len(providers)):
-        start = time.perf_counter()
-        decoded[name] = providers[name](inputs, options)
-        seconds[name] = time.perf_counter() - start
-    texts = {name: result.ids[:, prompt_len:].tolist() for name, result in decoded.items()}
+    request = {"prompts": prompts, "max_new_tokens": args.max_new_tokens}
+    answers = {name: workers[name].ask(request) for name in random.sample(list(workers), len(workers))}
+    texts = {name: answer.pop("texts") for name, answer in answers.items()}
     rows = []
-    for name in providers:
-        lengths = [length_of(text, model) for text in texts[name]]
-        stats = decoded[name].stats
+    for name in workers:
+        measured = {**answers[name], **({"seconds": None, "peak_bytes": None} if args.texts_only else {})}
+        total = sum(map(len, texts[name]))
+        standards = {s: texts[s] for s in ("generate", PROVIDERS[name].standard) if s in texts and s != name}
         for index, question in enumerate(questions):
             text = texts[name][index]
-            standards = {standard: texts[standard][index] for standard in STANDARDS if standard in texts}
-            where = {key: first_difference(text, other) for key, other in standards.items() if key != name}
-            row = Row(
-                *(question["question_id"], question["task"], name, lengths[index], sum(lengths), seconds[name]),
-                *(None if stats is None else stats.tokens_per_step, where),
-            )
-            at = where.get("generate")
-            if at is not None and at < min(len(text), len(standards["generate"])):
-                row.gap_ulp = bf16_gap(model, inputs, at, index, (standards["generate"][at], text[at]), options)
-            rows.append(row)
+            where = {standard: first_difference(text, other[index]) for standard, other in standards.items()}
+            about = (question["question_id"], question["task"], name)
+            rows.append(Row(*about, len(text), total, differs_from=where, **measured))
+    if args.gaps and "generate" in workers:
+        _measure_gaps(workers["generate"], prompts, rows, texts)
     return rows
 
 
-def length_of(text: list[int], model) -> int:
-    """Return how many tokens a row has, its EOS included."""
-    eos = model.generation_config.eos_token_id
-    ids = eos if isinstance(eos, list) else [eos]
-    return next((i + 1 for i, token in enumerate(text) if token in ids), len(text))
+def _measure_gaps(generate: WorkerProcess, prompts: list[list[int]], rows: list[Row], texts: dict) -> None:
+    """Fill in ``gap_ulp`` from one more run of ``generate``."""
+    found, queries = [], []
+    for number, row in enumerate(rows):
+        index, at = number % len(prompts), row.differs_from.get("generate")
+        theirs, text = texts["generate"][index], texts[row.provider][index]
+        if at is not None and at < min(len(text), len(theirs)):
+            found.append(row)
+            queries.append([index, at, theirs[at], text[at]])
+    if queries:
+        gaps = generate.ask({"prompts": prompts, "queries": queries})["gaps"]
+        for row, gap in zip(found, gaps, strict=True):
+            row.gap_ulp = gap
 
 
-def run_all(args, model, tokenizer) -> list[Row]:
-    """Compare every batch; print a line for each."""
-    questions = read_prompts(args.prompts, args.limit)
-    options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-    names = args.drafter if args.without_generate else ["generate", *args.drafter]
-    fast = prepare(copy.deepcopy(model)) if args.prepare else model
-    providers = {name: provider(name, fast if name in OURS else model, args) for name in names}
-    random.seed(0)
-    warm_up = [{"question_id": 0, "task": "warm-up"}] * args.batch_size
-    compare_batch(model, providers, encode(tokenizer, ["Hello"] * args.batch_size), warm_up, options)
-    rows = read_rows(args) if args.resume else []
-    done, started = {row.question_id for row in rows}, time.monotonic()
+def settings_of(name: str, args, folder: Path, shared: dict[str, Any]) -> dict[str, Any]:
+    """Return what a worker is told."""
+    entry = PROVIDERS[name]
+    own = {"name": name, "module": f"benchmarks.e2e.{entry.module}", "loader": entry.loader, "packages": entry.packages}
+    heads = args.heads or _drafters.SHIPPED_HEADS
+    paths = {"folder": folder / MODEL_FOLDER, "gguf": args.gguf or folder / GGUF_FILE, "medusa_heads": heads}
+    return {**vars(args), **shared, **own, **{key: str(path) for key, path in paths.items()}}
+
+
+def reason_against(name: str, args) -> str | None:
+    """Say why a provider cannot take part, None when nothing is known against it; loads nothing."""
+    entry = PROVIDERS[name]
+    if entry.peer and entry.peer not in args.peer_python:
+        return f"needs --peer-python {entry.peer}=PYTHON"
+    if args.batch_size > entry.max_batch:
+        return f"decodes at most {entry.max_batch} at once"
+    try:
+        if name in OURS:
+            _drafters.check(name, args)
+    except SystemExit as error:
+        return str(error)
+    return None
+
+
+@contextlib.contextmanager
+def started(args, folder: Path, shared: dict[str, Any], log) -> Iterator[tuple[dict[str, WorkerProcess], dict]]:
+    """Start every provider that can run; yield them by name, and why the others are left out."""
+    workers: dict[str, WorkerProcess] = {}
+    absent: dict[str, str] = {}
+    try:
+        for name in args.provider:
+            reason = reason_against(name, args)
+            if reason is None:
+                python = args.peer_python.get(PROVIDERS[name].peer or "", sys.executable)
+                variables = environment(PROVIDERS[name].peer or "", python, torch.get_num_threads())
+                try:
+                    workers[name] = WorkerProcess(python, settings_of(name, args, folder, shared), variables, log)
+                    print(f"loaded {name} {workers[name].notes or ''}", flush=True)
+                except RuntimeError as error:
+                    reason = str(error)
+            if reason is not None:
+                absent[name] = reason
+                print(f"without {name}: {reason}", flush=True)
+        yield workers, absent
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def warm_up(workers: dict[str, WorkerProcess], prompts: list[list[int]], absent: dict[str, str]) -> None:
+    """Let every provider decode once; leave out those that fail or begin otherwise than ``generate``."""
+    request = {"prompts": prompts, "max_new_tokens": WARM_UP_TOKENS}
+    beginnings: dict[str, list[list[int]]] = {}
+    for name, worker in workers.items():
+        try:
+            beginnings[name] = [text[:GATE_TOKENS] for text in worker.ask(request)["texts"]]
+        except RuntimeError as error:
+            absent[name] = str(error)
+    wanted = beginnings.get("generate", next(iter(beginnings.values()), None))
+    for name, beginning in beginnings.items():
+        if beginning != wanted:
+            absent[name] = f"begins with {beginning[0]} where {wanted and wanted[0]} is right: not the same weights"
+    for name in [name for name in workers if name in absent]:
+        workers.pop(name).close()
+        print(f"without {name}: {absent[name]}", flush=True)
+
+
+def run_all(args, workers: dict[str, WorkerProcess], tokenizer, questions: list[dict], rows: list[Row]) -> list[Row]:
+    """Compare every batch that is not among ``rows``; print a line for each, return all."""
+    done, began = {row.question_id for row in rows}, time.monotonic()
     for start in range(0, len(questions), args.batch_size):
         batch = questions[start : start + args.batch_size]
         if all(question["question_id"] in done for question in batch):
             continue
-        if args.seconds is not None and time.monotonic() - started > args.seconds:
+        if args.seconds is not None and time.monotonic() - began > args.seconds:
             print(f"stopped after {args.seconds:g} s; go on with --resume")
             break
-        inputs = encode(tokenizer, [q["turns"][0] for q in batch])
-        new = compare_batch(model, providers, inputs, batch, options)
-        rows += new
-        shown = [f"{name} {next(r for r in new if r.drafter == name).tokens_per_s:.1f}" for name in providers]
-        differing = [
-            f"{r.drafter}≠{standard} {r.question_id}@{at}"
-            for r in new
-            for standard, at in r.differs_from.items()
-            if at is not None
-        ]
-        print(
-            f"{start + len(batch):3}/{len(questions)}  tokens/s: {', '.join(shown)}  "
-            + (", ".join(differing) or "all equal"),
-            flush=True,
-        )
+        new = compare_batch(workers, encode(tokenizer, [q["turns"][0] for q in batch]), batch, args)
+        rows = [*rows, *new]
+        print(f"{start + len(batch):3}/{len(questions)}  {report.progress(new)}", flush=True)
     return rows
-
-
-def summary(rows: list[Row]) -> list[str]:
-    """Return a table for each provider by task, and the verdict on equality."""
-    speeds = {(r.question_id, r.drafter): r.tokens_per_s for r in rows}
-    lines = [f"{'drafter':<16}{'task':<16}{'tok/s':>8}{'speed-up':>10}{'tok/step':>10}  identical to"]
-    for name in dict.fromkeys(r.drafter for r in rows):
-        tasks = defaultdict(list)
-        for row in (r for r in rows if r.drafter == name):
-            tasks[row.task].append(row)
-            tasks["all"].append(row)
-        tasks["all"] = tasks.pop("all")  # last
-        lines += [_line(name, task, group, speeds) for task, group in tasks.items()]
-    gaps = [r.gap_ulp for r in rows if r.gap_ulp is not None]
-    if gaps:
-        near = sum(gap <= NEAR_TIE_ULP for gap in gaps)
-        lines.append(
-            f"first differences from generate: {len(gaps)}; {near} are near-ties of its run (<= {NEAR_TIE_ULP:g} bf16 "
-            f"ulp); gaps: median {statistics.median(gaps):.1f}, largest {max(gaps):.1f} ulp"
-        )
-    return lines
-
-
-def _line(name: str, task: str, group: list[Row], speeds: dict[tuple[int, str], float]) -> str:
-    baseline = [speeds.get((r.question_id, "generate")) for r in group]
-    ratios = [r.tokens_per_s / speed for r, speed in zip(group, baseline, strict=True) if speed]
-    steps = [r.tokens_per_step for r in group if r.tokens_per_step is not None]
-    same = [
-        f"{standard} {sum(r.differs_from[standard] is None for r in group)} of {len(group)}"
-        for standard in group[0].differs_from
-    ]
-    return (
-        f"{name:<16}{task:<16}{geometric([r.tokens_per_s for r in group]):>8.1f}"
-        + (f"{geometric(ratios):>9.2f}x" if ratios else f"{'-':>10}")
-        + (f"{statistics.mean(steps):>10.2f}" if steps else f"{'-':>10}")
-        + f"  {', '.join(same)}"
-    )
-
-
-def geometric(values: list[float]) -> float:
-    """Return the geometric mean."""
-    return math.exp(statistics.mean(math.log(v) for v in values))
-
-
-def result_file(args) -> Path:
-    """Return this machine's result file of such a run."""
-    folder = RESULTS / describe_machine(torch.device("cpu")).slug
-    names = "_".join([*args.drafter, *(["prepared"] if args.prepare else [])])
-    return folder / f"e2e_{names}_{args.dtype}_b{args.batch_size}.jsonl"
-
-
-def read_rows(args) -> list[Row]:
-    """Return the rows of the result file, none when it is not there."""
-    path = result_file(args)
-    records = map(json.loads, path.read_text().splitlines()) if path.exists() else []
-    return [Row(**record) for record in records if "question_id" in record]
-
-
-def write_results(args, rows: list[Row], lines: list[str]) -> Path:
-    """Write the machine, the command, the rows and the summary to this machine's result file."""
-    machine, path = describe_machine(torch.device("cpu")), result_file(args)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Paths are this machine's own; a file name says which prompts and heads were used.
-    command = "python -m benchmarks.e2e.compare " + " ".join(Path(a).name if "/" in a else a for a in sys.argv[1:])
-    head = {"machine": asdict(machine), "command": command}
-    records = [head, *(asdict(row) for row in rows), {"summary": lines}]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def kept(rows: list[Row], dtype: str) -> bool:
     """Say whether every promise of equality was kept: ours is as ``generate`` in fp32, as our plain one in bf16."""
     standard = "generate" if dtype == "float32" else "plain"
-    return all(r.differs_from.get(standard) is None for r in rows if r.drafter in OURS)
+    return all(r.differs_from.get(standard) is None for r in rows if r.provider in OURS)
 
 
-def main() -> int:
-    """Run the comparison named on the command line."""
+def result_file(args) -> Path:
+    """Return this machine's result file of such a run."""
+    kind = "texts" if args.texts_only else "e2e"
+    folder = RESULTS / describe_machine(torch.device("cpu")).slug
+    return folder / f"{kind}_{args.dtype}_b{args.batch_size}.jsonl"
+
+
+def run_head(args, workers: dict[str, WorkerProcess], absent: dict[str, str]) -> dict[str, Any]:
+    """Return the first line of a result file."""
+    return {
+        "machine": asdict(describe_machine(torch.device("cpu"))),
+        "command": "python -m benchmarks.e2e.compare " + " ".join(map(without_folders, sys.argv[1:])),
+        "model": args.model,
+        "dtype": args.dtype,
+        "max_new_tokens": args.max_new_tokens,
+        "batch_size": args.batch_size,
+        "prepared": args.prepare,
+        "notes": {name: worker.notes for name, worker in workers.items() if worker.notes},
+        "absent": {name: without_folders(reason) for name, reason in absent.items()},
+    }
+
+
+def without_folders(text: str) -> str:
+    """Return a text with only the last part of each path in it: the others are this machine's own."""
+    return re.sub(r"(?<![\w.])(?:~|\.{1,2})?/(?:[^\s/;,:]+/)*", "", text)
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, default=OWN_PROMPTS)
-    parser.add_argument("--limit", type=int, help="use only the first prompts")
+    parser.add_argument("--limit", type=int, help="use only so many prompts, evenly from every kind of task")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument(
-        "--drafter",
+        "--provider",
         nargs="+",
-        choices=(*OURS, *THEIRS),
-        default=["medusa"],
+        choices=tuple(PROVIDERS),
+        default=list(PROVIDERS),
         metavar="NAME",
-        help=f"one or more of {', '.join((*OURS, *THEIRS))}",
+        help=f"some of {', '.join(PROVIDERS)} (default: all)",
     )
-    parser.add_argument("--without-generate", action="store_true", help="only our own plain decoding as a standard")
-    parser.add_argument("--prepare", action="store_true", help="ours decode with a prepared copy of the model")
+    parser.add_argument("--prepare", action="store_true", help="ours decode with a prepared model")
     parser.add_argument("--model", default=PACKAGED_MODEL)
     _drafters.add_arguments(parser)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<device>/e2e_*.jsonl")
+    parser.add_argument(
+        "--peer-python", nargs="+", default=[], metavar="PEER=PATH", help=f"interpreters of {', '.join(PEERS)}"
+    )
+    parser.add_argument("--weights", type=Path, help="where `benchmarks.e2e.weights` has written (default: write them)")
+    parser.add_argument("--gguf", help="for llama.cpp: a GGUF file of the same weights")
+    parser.add_argument("--gaps", action="store_true", help="measure the gap where a text departs from generate")
+    parser.add_argument("--texts-only", action="store_true", help="compare texts; times would mean nothing, drop them")
+    parser.add_argument("--wait", action="store_true", help="wait for Enter when everything is loaded")
+    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="for what the providers' libraries print")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<device>/e2e_*.jsonl and its SVG")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the result file, run the others")
     parser.add_argument("--seconds", type=float, help="begin no batch after so long")
     args = parser.parse_args()
-    for name in set(args.drafter) & set(OURS):
-        _drafters.check(name, args)
-    model = load_model(args.model, dtype=getattr(torch, args.dtype))
-    rows = run_all(args, model, load_tokenizer(args.model))
-    lines = summary(rows)
-    print("\n" + "\n".join(lines))
+    args.peer_python = dict(item.split("=", 1) for item in args.peer_python)
+    return args
+
+
+def prepare_weights(args, folder: Path) -> Path:
+    """Return a folder with the weights of the run, written now unless ``--weights`` names one."""
+    if args.weights is not None:
+        return args.weights
+    dtype = getattr(torch, args.dtype)
+    write_folder(args.model, dtype, folder)
+    if "llama.cpp" in args.peer_python and not args.gguf:
+        write_gguf(args.model, dtype, folder)
+    return folder
+
+
+def special_ids(folder: Path) -> dict[str, Any]:
+    """Return the ids that end a text, and the one that fills rows, as ``generate`` knows them."""
+    config = GenerationConfig.from_pretrained(folder)
+    eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return {"eos_ids": eos, "pad_id": eos[0] if config.pad_token_id is None else config.pad_token_id}
+
+
+def main() -> int:
+    """Run the comparison named on the command line."""
+    args = arguments()
+    tokenizer = load_tokenizer(args.model)
+    questions = read_prompts(args.prompts, args.limit)
+    longest = max(len(ids) for q in questions for ids in encode(tokenizer, [q["turns"][0]]))
+    random.seed(0)
+    with tempfile.TemporaryDirectory() as temporary, args.log.open("a") as log:
+        folder = prepare_weights(args, Path(temporary))
+        shared = {
+            "threads": torch.get_num_threads(),
+            "max_length": longest + args.max_new_tokens,
+            **special_ids(folder / MODEL_FOLDER),
+        }
+        with started(args, folder, shared, log) as (workers, absent):
+            warm_up(workers, encode(tokenizer, [GATE_PROMPT] * args.batch_size), absent)
+            if args.wait:
+                input("loaded; Enter starts the run\n")
+            rows = read_run(result_file(args)).rows if args.resume and result_file(args).exists() else []
+            run = Run(run_head(args, workers, absent), run_all(args, workers, tokenizer, questions, rows))
+    print("\n" + "\n".join(report.table(run)))
     if args.save:
-        print(f"\nwrote {os.path.relpath(write_results(args, rows, lines))}")
-    return 0 if kept(rows, args.dtype) else 1
+        write_run(result_file(args), run)
+        print(f"\nwrote {os.path.relpath(result_file(args))}")
+        if not args.texts_only:
+            print(f"wrote {os.path.relpath(report.plot(result_file(args)))}")
+    return 0 if kept(run.rows, args.dtype) else 1
 
 
 if __name__ == "__main__":

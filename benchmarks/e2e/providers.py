@@ -1,39 +1,123 @@
-"""Who decodes in `benchmarks.e2e.compare`: ``model.generate`` as it is, its own speculation, and our drafters."""
+"""Providers of this interpreter: transformers' ``generate`` and its own speculation, and our drafters.
 
-from collections.abc import Callable
-from typing import NamedTuple
+A loader takes the settings of `compare` and returns a `Provider`; it runs in a process of its own.
+"""
 
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
 from torch import Tensor
 
+from benchmarks.e2e.worker import Decoded, Provider
 from specdec_kernels.cli import _drafters
 from specdec_kernels.decoding.stats import DecodeStats
 from specdec_kernels.hf.generate import speculative_generate
+from specdec_kernels.hf.load import load_model
+from specdec_kernels.hf.prepare import prepare
 
-
-class Decoded(NamedTuple):
-    """What a provider gave for a batch: ids with the prompts ``(B, P + new)``, and its statistics if it has any."""
-
-    ids: Tensor
-    stats: DecodeStats | None
-
-
-Provider = Callable[[dict, dict], Decoded]
-
-OURS = _drafters.NAMES
 # transformers' own speculation takes batches of one.
-THEIRS = {"hf-lookup": {"prompt_lookup_num_tokens": 10}, "hf-early-exit": {"assistant_early_exit": 8}}
+OPTIONS = {
+    "hf-lookup": {"prompt_lookup_num_tokens": 10},
+    "hf-early-exit": {"assistant_early_exit": 8},
+}
+# Prompts of two lengths and a token each: enough to compile the prompt's pass and a step for all lengths.
+COMPILE_PROMPTS, COMPILE_TOKENS = (24, 40), 4
 
 
-def provider(name: str, model, args) -> Provider:
-    """Return the function ``(inputs, options) → Decoded`` of a provider: ``generate``, or a name of THEIRS or OURS."""
-    if name in OURS:
-        drafter = _drafters.make(name, args, model)
+def hugging_face(settings: SimpleNamespace) -> Provider:
+    """Load ``model.generate``, plain or with one of `OPTIONS`."""
+    model = _load(settings)
+    passes = _count_passes(model)
 
-        def ours(inputs: dict, options: dict) -> Decoded:
-            stats = DecodeStats()
-            extra = {"custom_generate": speculative_generate, "drafter": drafter, "stats": stats}
-            return Decoded(model.generate(**inputs, **options, **extra), stats)
+    def decode(prompts: list[list[int]], max_new_tokens: int) -> Decoded:
+        passes.clear()
+        inputs = left_padded(prompts, settings.pad_id)
+        options = {"max_new_tokens": max_new_tokens, "do_sample": False, **OPTIONS.get(settings.name, {})}
+        ids = model.generate(**inputs, **options)
+        texts = texts_of(ids, inputs, settings.eos_ids)
+        return Decoded(texts, len(passes) - 1, 1.0 if settings.name == "generate" else None)
 
-        return ours
-    extra = {} if name == "generate" else THEIRS[name]
-    return lambda inputs, options: Decoded(model.generate(**inputs, **options, **extra), None)
+    def gaps(prompts: list[list[int]], queries: list[list[int]]) -> list[float]:
+        inputs = left_padded(prompts, settings.pad_id)
+        longest = max(position for _, position, _, _ in queries)
+        run = model.generate(
+            **inputs, max_new_tokens=longest + 1, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        return [bf16_gap(run.logits[position][row], first, other) for row, position, first, other in queries]
+
+    return Provider(decode, gaps=gaps)
+
+
+def hugging_face_compiled(settings: SimpleNamespace) -> Provider:
+    """Load ``model.generate`` with a forward that inductor has compiled, weights frozen into it."""
+    model = _load(settings)
+    # A cast of the logits outside the graph keeps all of them from being computed for a long prompt.
+    model.forward = torch.compile(model.forward, dynamic=True, options={"freezing": True})
+    passes = 0
+
+    def decode(prompts: list[list[int]], max_new_tokens: int) -> Decoded:
+        inputs = left_padded(prompts, settings.pad_id)
+        with torch.inference_mode():
+            ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        texts = texts_of(ids, inputs, settings.eos_ids)
+        return Decoded(texts, max(map(len, texts)) - 1 + passes, 1.0)
+
+    start = time.perf_counter()
+    for length in COMPILE_PROMPTS:
+        decode([list(range(1, length + 1))], COMPILE_TOKENS)
+    return Provider(decode, {"compiled_in_s": round(time.perf_counter() - start, 1)})
+
+
+def ours(settings: SimpleNamespace) -> Provider:
+    """Load one of our drafters behind ``model.generate``, on a prepared model if asked."""
+    model = _load(settings)
+    for name in ("heads", "adapter", "skips"):
+        value = getattr(settings, name, None)
+        setattr(settings, name, Path(value) if value else None)
+    if settings.prepare:
+        prepare(model)
+    drafter = _drafters.make(settings.name, settings, model)
+
+    def decode(prompts: list[list[int]], max_new_tokens: int) -> Decoded:
+        inputs, stats = left_padded(prompts, settings.pad_id), DecodeStats()
+        extra = {"custom_generate": speculative_generate, "drafter": drafter, "stats": stats}
+        ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **extra)
+        return Decoded(texts_of(ids, inputs, settings.eos_ids), stats.num_steps, stats.tokens_per_step)
+
+    return Provider(decode)
+
+
+def _load(settings: SimpleNamespace):
+    torch.set_num_threads(settings.threads)
+    return load_model(settings.folder, dtype=getattr(torch, settings.dtype))
+
+
+def _count_passes(model) -> list[None]:
+    """Return a list that grows by one at each pass through the last layer, which a draft's early exit leaves out."""
+    passes: list[None] = []
+    model.model.layers[-1].register_forward_pre_hook(lambda *_: passes.append(None))
+    return passes
+
+
+def left_padded(prompts: list[list[int]], pad_id: int) -> dict[str, Tensor]:
+    """Return ``input_ids`` and ``attention_mask`` of a batch."""
+    longest = max(map(len, prompts))
+    rows = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+
+
+def texts_of(ids: Tensor, inputs: dict[str, Tensor], eos_ids: list[int]) -> list[list[int]]:
+    """Return the new tokens of each row up to and with its EOS."""
+    rows = ids[:, inputs["input_ids"].shape[1] :].tolist()
+    ends = [next((i + 1 for i, token in enumerate(row) if token in eos_ids), len(row)) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+
+def bf16_gap(logits: Tensor, first: int, other: int) -> float:
+    """Return how far apart the logits of two tokens are, in units in the last place of bf16 of the greater one."""
+    a, b = float(logits[first]), float(logits[other])
+    return abs(a - b) / 2.0 ** (math.floor(math.log2(max(abs(a), abs(b), 1e-30))) - 7)

@@ -1,0 +1,202 @@
+"""Tables and the SVG of a result file of `benchmarks.e2e.compare`, and the figures in the documentation.
+
+python -m benchmarks.e2e.report FILE            # the tables, and FILE's SVG beside it
+python -m benchmarks.e2e.report FILE --write    # put the tables between the markers of README.md and docs/*.md
+"""
+
+import argparse
+import math
+import os
+import re
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plot as drawing
+from benchmarks.e2e.catalogue import OURS, PROVIDERS
+from benchmarks.e2e.rows import Row, Run, geometric, percentile, read_run
+
+ROOT = Path(__file__).parents[2]
+# A `generate` whose two candidates lie this close, in bf16 units in the last place, is decided by rounding.
+NEAR_TIE_ULP = 4.0
+COLUMNS = ("tokens/s", "p20–p80", "× HF", "tokens/step", "ms/step", "peak MB", "= HF", "= own plain")
+LABELS = {"generate": "HF `generate`", "plain": "ours, `plain`"}
+
+
+def progress(rows: list[Row]) -> str:
+    """Return a batch in a line: everybody's tokens/s, and which texts differ from what."""
+    speeds = {row.provider: row.tokens_per_s for row in rows}
+    timed = [f"{name} {speed:.1f}" for name, speed in speeds.items() if not math.isnan(speed)]
+    differing = [
+        f"{row.provider}≠{standard} {row.question_id}@{at}"
+        for row in rows
+        for standard, at in row.differs_from.items()
+        if at is not None
+    ]
+    return (f"tokens/s: {', '.join(timed)}  " if timed else "") + (", ".join(differing) or "all equal")
+
+
+def figures(run: Run, provider: str) -> list[str]:
+    """Return a provider's `COLUMNS` for reading; ``-`` stands for what is not known."""
+    rows = run.of(provider)
+    speeds = [row.tokens_per_s for row in rows]
+    steps = [row.tokens_per_step for row in rows if row.tokens_per_step is not None]
+    passes = [row.step_ms for row in rows if not math.isnan(row.step_ms)]
+    peaks = [row.peak_bytes for row in rows if row.peak_bytes is not None]
+    return [
+        _shown("{:.1f}", geometric(speeds)),
+        f"{_shown('{:.1f}', percentile(speeds, 0.2))}–{_shown('{:.1f}', percentile(speeds, 0.8))}",
+        _shown("{:.2f}", run.speed_up(provider, "generate")),
+        _shown("{:.2f}", statistics.mean(steps) if steps else math.nan),
+        _shown("{:.1f}", statistics.median(passes) if passes else math.nan),
+        _shown("{:.0f}", max(peaks) / 1e6 if peaks else math.nan),
+        same_texts(rows, "generate"),
+        same_texts(rows, PROVIDERS[provider].standard),
+    ]
+
+
+def same_texts(rows: list[Row], standard: str) -> str:
+    """Return how many texts are those of a standard, ``-`` when it was not compared."""
+    compared = [row.differs_from[standard] for row in rows if standard in row.differs_from]
+    return f"{compared.count(None)} of {len(compared)}" if compared else "-"
+
+
+def _shown(form: str, value: float) -> str:
+    return "-" if math.isnan(value) else form.format(value)
+
+
+def tasks(run: Run) -> list[str]:
+    """Return the kinds of task in the order of the run."""
+    return list(dict.fromkeys(row.task for row in run.rows))
+
+
+def table(run: Run) -> list[str]:
+    """Return the tables for a terminal."""
+    lines = [f"{'provider':<22}" + "".join(f"{column:>13}" for column in COLUMNS)]
+    for name in run.providers():
+        lines.append(f"{name:<22}" + "".join(f"{text:>13}" for text in figures(run, name)))
+    kinds = tasks(run)
+    lines += ["", f"{'× HF by task':<22}" + "".join(f"{task:>16}" for task in kinds)]
+    for name in run.providers():
+        ratios = (run.speed_up(name, "generate", task) for task in kinds)
+        lines.append(f"{name:<22}" + "".join(f"{_shown('{:.2f}', ratio):>16}" for ratio in ratios))
+    lines += [f"without {name}: {reason}" for name, reason in run.head.get("absent", {}).items()]
+    return lines + _gaps(run)
+
+
+def _gaps(run: Run) -> list[str]:
+    gaps = [row.gap_ulp for row in run.rows if row.gap_ulp is not None]
+    if not gaps:
+        return []
+    near = sum(gap <= NEAR_TIE_ULP for gap in gaps)
+    return [
+        f"first differences from generate: {len(gaps)}; {near} are near-ties of its run (<= {NEAR_TIE_ULP:g} bf16 "
+        f"ulp); gaps: median {statistics.median(gaps):.1f}, largest {max(gaps):.1f} ulp"
+    ]
+
+
+def label(name: str) -> str:
+    """Return a provider's name for readers."""
+    return LABELS.get(name) or (f"ours, {name}" if name in OURS else name.replace("hf-", "HF "))
+
+
+def markdown(run: Run) -> list[str]:
+    """Return the one table, the fastest provider last but for ours, which follow in the same order."""
+    lines = ["| | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
+    for name in by_speed(run):
+        cells = figures(run, name)
+        best = name == max(run.providers(), key=lambda n: run.speed_up(n, "generate"))
+        lines.append(f"| {label(name)} | " + " | ".join(f"**{c}**" if best else c for c in cells) + " |")
+    return lines
+
+
+def markdown_tasks(run: Run) -> list[str]:
+    """Return the speed-up over HF by kind of task."""
+    kinds = tasks(run)
+    lines = ["| × HF `generate` | " + " | ".join(kinds) + " |", "|---|" + "---|" * len(kinds)]
+    for name in by_speed(run):
+        ratios = (run.speed_up(name, "generate", task) for task in kinds)
+        lines.append(f"| {label(name)} | " + " | ".join(_shown("{:.2f}", ratio) for ratio in ratios) + " |")
+    return lines
+
+
+def by_speed(run: Run) -> list[str]:
+    """Return the providers, others before ours, the slower before the faster."""
+    return sorted(run.providers(), key=lambda name: (name in OURS, geometric(r.tokens_per_s for r in run.of(name))))
+
+
+# What stands between ``<!-- NAME -->`` and ``<!-- /NAME -->`` in the documentation.
+BLOCKS: dict[str, Callable[[Run], list[str]]] = {"e2e": markdown, "e2e-tasks": markdown_tasks}
+
+
+def filled(text: str, run: Run) -> str:
+    """Return a page with its marked blocks rewritten from a run."""
+    for name, block in BLOCKS.items():
+        body = "\n".join(["", *block(run), ""])
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        text = re.sub(pattern, partial(_between, body), text, flags=re.DOTALL)
+    return text
+
+
+def _between(body: str, match: re.Match[str]) -> str:
+    return f"{match[1]}{body}\n{match[2]}"
+
+
+def pages() -> list[Path]:
+    """Return the pages that have marked blocks."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [path for path in paths if any(f"<!-- {name} -->" in path.read_text() for name in BLOCKS)]
+
+
+def plot(path: Path) -> Path:
+    """Draw a result file: tokens/s with p20 and p80 of every provider, and the speed-up over HF by kind of task."""
+    run = read_run(path)
+    names = by_speed(run)
+    figure = drawing.new_figure(11, 1.8 + 0.3 * len(names))
+    bars, points = figure.subplots(1, 2, sharey=True)
+    for slot, name in enumerate(names):
+        speeds = [row.tokens_per_s for row in run.of(name)]
+        middle = statistics.median(speeds)
+        spread = [[middle - percentile(speeds, 0.2)], [percentile(speeds, 0.8) - middle]]
+        color = "tab:blue" if name in OURS else "tab:gray"
+        bars.barh(slot, middle, xerr=spread, color=color, error_kw={"linewidth": 0.8})
+    for task in tasks(run):
+        points.plot([run.speed_up(name, "generate", task) for name in names], range(len(names)), "o", ms=4, label=task)
+    bars.set_yticks(range(len(names)), [label(name).replace("`", "") for name in names])
+    bars.set_xlabel("tokens/s, median over prompts (whiskers: p20 and p80)")
+    points.axvline(1, color="black", linewidth=0.7)
+    points.set_xlabel("tokens/s over HF generate, by kind of task (geometric mean)")
+    points.legend(fontsize="small")
+    figure.suptitle(_title(run.head, len(run.of(names[0]))))
+    svg = path.with_suffix(".svg")
+    figure.savefig(svg)
+    return svg
+
+
+def _title(head: dict[str, Any], prompts: int) -> str:
+    machine = head["machine"]
+    return (
+        f"{head['model']}, {head['dtype']}, batch {head['batch_size']}, {prompts} prompts, {head['max_new_tokens']} "
+        f"new tokens, {machine['model']}, {machine['threads']} threads"
+    )
+
+
+def main() -> None:
+    """Print the tables of a file, draw it, and rewrite the documentation if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    run = read_run(args.file)
+    print("\n".join([run.head["command"], *table(run)]))
+    print(f"wrote {os.path.relpath(plot(args.file))}")
+    if args.write:
+        for page in pages():
+            page.write_text(filled(page.read_text(), run))
+            print(f"wrote {os.path.relpath(page)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""`benchmarks.e2e`: what it compares, what it reports, and that the documentation has the result file's figures."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.e2e import compare, report
+from benchmarks.e2e.prompts import read_prompts
+from benchmarks.e2e.rows import Row, Run, percentile, read_run, write_run
+
+HEAD = {
+    "machine": {"model": "Some CPU", "threads": 2},
+    "command": "python -m benchmarks.e2e.compare",
+    "model": "m",
+    "dtype": "bfloat16",
+    "batch_size": 1,
+    "max_new_tokens": 8,
+    "absent": {"vllm": "needs --peer-python vllm=PYTHON"},
+}
+
+
+class FakeWorker:
+    """Answers like `processes.WorkerProcess`, with given texts."""
+
+    def __init__(self, *texts: list[int]):
+        self.texts, self.closed = list(texts), False
+
+    def ask(self, request: dict) -> dict:
+        if "queries" in request:
+            return {"gaps": [float(position) for _, position, _, _ in request["queries"]]}
+        if not self.texts:
+            raise RuntimeError("out of memory")
+        return {"texts": self.texts, "seconds": 0.5, "passes": 1, "tokens_per_step": None, "peak_bytes": 7}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def options(**changes) -> SimpleNamespace:
+    return SimpleNamespace(**{"max_new_tokens": 4, "gaps": False, "texts_only": False, **changes})
+
+
+def row(question: int, provider: str, tokens: int, seconds: float, task: str = "qa", **rest) -> Row:
+    return Row(question, task, provider, tokens, tokens, seconds, **rest)
+
+
+def test_first_difference() -> None:
+    assert compare.first_difference([1, 2], [1, 2]) is None
+    assert compare.first_difference([1, 2], [1, 3]) == 1
+    assert compare.first_difference([1, 2], [1]) == 1
+
+
+def test_every_text_is_held_against_generate_and_its_own_plain_text() -> None:
+    workers = {"generate": FakeWorker([1, 2, 3]), "plain": FakeWorker([1, 2, 4]), "ngram": FakeWorker([1, 2, 4])}
+    rows = compare.compare_batch(workers, [[0]], [{"question_id": 3, "task": "qa"}], options())
+    assert {r.provider: r.differs_from for r in rows} == {
+        "generate": {},
+        "plain": {"generate": 2},
+        "ngram": {"generate": 2, "plain": None},
+    }
+    assert [(r.question_id, r.task, r.new_tokens, r.seconds, r.peak_bytes) for r in rows] == [(3, "qa", 3, 0.5, 7)] * 3
+    assert compare.kept(rows, "bfloat16")
+    assert not compare.kept(rows, "float32")
+
+
+def test_gaps_are_asked_for_where_a_text_leaves_generate() -> None:
+    workers = {"generate": FakeWorker([1, 2], [1, 2]), "plain": FakeWorker([1, 2], [1, 5])}
+    questions = [{"question_id": i, "task": "qa"} for i in (0, 1)]
+    rows = compare.compare_batch(workers, [[0], [0]], questions, options(gaps=True))
+    assert [r.gap_ulp for r in rows] == [None, None, None, 1.0]
+    assert "1 are near-ties" in report.table(Run(HEAD, rows))[-1]
+
+
+def test_untimed_runs_have_no_times() -> None:
+    rows = compare.compare_batch(
+        {"generate": FakeWorker([1])}, [[0]], [{"question_id": 0, "task": "qa"}], options(texts_only=True)
+    )
+    assert rows[0].seconds is None
+    assert rows[0].peak_bytes is None
+    assert report.progress(rows) == "all equal"
+
+
+def test_who_fails_or_has_other_weights_is_left_out(capsys) -> None:
+    beginning = [1, 2, 3, 4]
+    workers = {
+        "generate": FakeWorker([*beginning, 5]),
+        "vllm": FakeWorker([*beginning, 6]),
+        "llama.cpp": FakeWorker([1, 2, 3, 5]),
+        "hf-lookup": FakeWorker(),
+    }
+    absent: dict[str, str] = {}
+    other = workers["llama.cpp"]
+    compare.warm_up(workers, [[0]], absent)
+    assert list(workers) == ["generate", "vllm"]
+    assert absent.keys() == {"llama.cpp", "hf-lookup"}
+    assert "not the same weights" in absent["llama.cpp"]
+    assert other.closed
+    assert "without hf-lookup: out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size", "reason"),
+    [
+        ("vllm", 1, "needs --peer-python vllm=PYTHON"),
+        ("hf-lookup", 2, "decodes at most 1 at once"),
+        ("draft-model", 1, "needs --draft-model"),
+        ("plain", 4, None),
+    ],
+)
+def test_says_beforehand_who_cannot_take_part(name, batch_size, reason) -> None:
+    args = SimpleNamespace(peer_python={}, batch_size=batch_size, draft_model=None, model="smollm2")
+    found = compare.reason_against(name, args)
+    assert found == reason if reason is None else reason in found
+
+
+def test_no_path_of_the_machine_is_written() -> None:
+    assert compare.without_folders("no heads at /some/where/heads; 3/4 are") == "no heads at heads; 3/4 are"
+    assert compare.without_folders("vllm=/opt/x/bin/python") == "vllm=python"
+
+
+def test_a_limit_takes_from_every_kind_of_task(tmp_path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"question_id": {i}, "task": "{task}"}}\n' for i, task in enumerate("aaabbc")))
+    assert [q["question_id"] for q in read_prompts(file, 4)] == [0, 3, 5, 1]
+    assert len(read_prompts(file, None)) == 6
+
+
+def test_percentile() -> None:
+    assert [percentile([3.0, 1.0, 2.0], share) for share in (0, 0.5, 0.75, 1)] == [1, 2, 2.5, 3]
+
+
+def test_speed_up_is_the_geometric_mean_of_the_ratios() -> None:
+    rows = [row(1, "generate", 10, 1), row(2, "generate", 10, 1, "rag"), row(1, "ngram", 10, 0.25)]
+    rows.append(row(2, "ngram", 10, 1, "rag"))
+    run = Run(HEAD, rows)
+    assert run.speed_up("ngram", "generate") == pytest.approx(2)
+    assert run.speed_up("ngram", "generate", "qa") == pytest.approx(4)
+    assert math.isnan(run.speed_up("ngram", "plain"))
+
+
+def test_figures_of_a_provider() -> None:
+    rows = [row(1, "generate", 10, 1)]
+    rows.append(
+        row(1, "ngram", 10, 0.5, passes=4, tokens_per_step=2.25, peak_bytes=3 * 10**8, differs_from={"generate": 4})
+    )
+    run = Run(HEAD, rows)
+    assert report.figures(run, "ngram") == [
+        *("20.0", "20.0–20.0", "2.00", "2.25", "100.0", "300"),
+        *("0 of 1", "-"),
+    ]
+    assert "without vllm: needs --peer-python vllm=PYTHON" in report.table(run)
+
+
+def test_ours_come_last_and_the_fastest_stands_out() -> None:
+    rows = [
+        row(1, name, 10, seconds) for name, seconds in (("plain", 0.4), ("generate", 1), ("vllm", 0.2), ("ngram", 0.1))
+    ]
+    lines = report.markdown(Run(HEAD, rows))[2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| HF `generate`", "| vllm", "| ours, `plain`", "| ours, ngram"]
+    assert ["**" in line for line in lines] == [False, False, False, True]
+
+
+def test_result_files_are_read_as_written(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    run = Run(HEAD, [row(1, name, 10, 1, differs_from={"plain": 3}) for name in ("generate", "ngram")])
+    write_run(tmp_path / "e2e.jsonl", run)
+    assert read_run(tmp_path / "e2e.jsonl") == run
+    assert "HF generate" in report.plot(tmp_path / "e2e.jsonl").read_text()
+
+
+def test_filled_replaces_marked_blocks_only() -> None:
+    run = Run(HEAD, [row(1, "generate", 10, 1)])
+    page = report.filled("before\n<!-- e2e -->\nold\n<!-- /e2e -->\nafter\n", run)
+    assert page == "\n".join(["before", "<!-- e2e -->", "", *report.markdown(run), "", "<!-- /e2e -->", "after", ""])
+    assert report.filled(page, run) == page
