@@ -23,6 +23,8 @@ MERGED_NODES, LOOKUP_DRAFTS, LOOKUP_BRANCHES = 32, 10, 2
 def add_arguments(parser) -> None:
     """Declare what the drafters need."""
     parser.add_argument("--heads", type=Path, help="folder with Medusa heads (default: the shipped ones for smollm2)")
+    parser.add_argument("--draft-nodes", type=int, metavar="T", help="for medusa: trees of T nodes, chosen anew at "
+                        "each step (default: the tree.json of the heads)")  # fmt: skip
     parser.add_argument("--adapter", type=Path, help="for kangaroo: folder with the adapter (default: as the heads)")
     parser.add_argument("--skips", type=Path, help="for layer-skip: what `specdec-kernels search layers` wrote "
                         "(default: as the heads)")  # fmt: skip
@@ -40,7 +42,7 @@ def check(name: str, args) -> None:
 
 def make(name: str, args, model) -> Any:
     """Return a drafter of `NAMES` for a loaded model."""
-    from ..decoding import drafters
+    from ..decoding import DynamicTree, drafters
 
     if name == "plain":
         return drafters.PlainDrafter()
@@ -53,7 +55,8 @@ def make(name: str, args, model) -> Any:
     if name.startswith("kangaroo"):
         own: Any = drafters.KangarooDrafter.from_pretrained(folder_of("adapter", args), model)
     else:
-        own = drafters.MedusaDrafter.from_pretrained(folder_of("heads", args), model)
+        tree = None if args.draft_nodes is None else DynamicTree(args.draft_nodes)
+        own = drafters.MedusaDrafter.from_pretrained(folder_of("heads", args), model, tree=tree)
     if not name.endswith("+ngram"):
         return own
     lookup = drafters.NGramDrafter(max_drafts=LOOKUP_DRAFTS, num_branches=LOOKUP_BRANCHES)

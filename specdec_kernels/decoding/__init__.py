@@ -2,6 +2,7 @@
 
 from .acceptance import Acceptance, GreedyAcceptance, RejectionAcceptance, TypicalAcceptance
 from .drafting import DraftContext
+from .dynamic_tree import DynamicTree
 from .exits import ExitRule
 from .loop import Step, decode
 from .protocols import Draft, Drafter, LayeredTarget, LayerPlan, Target, TargetOutput
@@ -13,6 +14,7 @@ __all__ = [
     "Draft",
     "DraftContext",
     "Drafter",
+    "DynamicTree",
     "ExitRule",
     "GreedyAcceptance",
     "LayerPlan",

@@ -9,7 +9,7 @@ import torch
 
 from specdec_kernels.cli import _drafters
 from specdec_kernels.cli.__main__ import main
-from specdec_kernels.decoding import drafters
+from specdec_kernels.decoding import DynamicTree, drafters
 from specdec_kernels.hf import speculative_generate
 from specdec_kernels.modules import MedusaHeads
 from specdec_kernels.training.kangaroo import AdapterOptions, fresh_adapter
@@ -60,6 +60,11 @@ def test_every_name_makes_a_drafter(folder, name, kind):
     options = {"max_new_tokens": 4, "eos_token_id": None}
     ids = model.generate(prompt, custom_generate=speculative_generate, drafter=drafter, **options)
     assert ids.shape == (1, 7)
+
+
+def test_a_budget_makes_dynamic_trees(folder):
+    drafter = _drafters.make("medusa", arguments(folder, "--draft-nodes", "7"), tiny_model("llama"))
+    assert drafter.tree == DynamicTree(7)
 
 
 def test_every_name_is_tested():

@@ -18,7 +18,7 @@ from .toy import pad
 DRAFTERS = [f"drafters.{name}" for name in ("draft_model", "medusa", "merged", "ngram", "plain")]
 
 
-@pytest.mark.parametrize("module", ["budget", "loop", "stats", "randomness", *DRAFTERS])
+@pytest.mark.parametrize("module", ["budget", "dynamic_tree", "loop", "stats", "randomness", *DRAFTERS])
 def test_examples(module):
     target, drafter, _ = make(max_new_tokens=32)
     ids, lengths = pad(PROMPTS)

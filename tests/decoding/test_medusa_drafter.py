@@ -5,10 +5,11 @@ import types
 import pytest
 import torch
 
-from specdec_kernels.decoding import GreedyAcceptance, TargetOutput, decode
+from specdec_kernels.decoding import DynamicTree, GreedyAcceptance, TargetOutput, decode
 from specdec_kernels.decoding.drafters import MedusaDrafter
+from specdec_kernels.decoding.dynamic_tree import grow_best_first
 from specdec_kernels.modules import MedusaHeads
-from specdec_kernels.tree import DraftTree
+from specdec_kernels.tree import DraftTree, depths_from_mask, mask_from_parents
 from specdec_kernels.types import Verification
 
 from .toy import ToyTarget, pad
@@ -71,6 +72,49 @@ def test_root_conditioned_heads_see_the_pending_tokens():
             assert torch.equal(draft.ids[:, node], order[:, depth - 1, rank])
 
 
+def test_a_dynamic_tree_has_the_likeliest_nodes_of_each_row():
+    heads, weight = random_heads(), torch.randn(VOCAB, HIDDEN)
+    drafter = MedusaDrafter(heads, DynamicTree(12, 5), weight)
+    hidden = started(drafter)
+    draft = drafter.propose(torch.tensor([7, 8, 9]))
+    log_probs, ids = heads(hidden, weight).log_softmax(-1).sort(dim=-1, descending=True)
+    trees = grow_best_first(log_probs[..., :5].contiguous(), 12)
+    assert (drafter.max_nodes, draft.max_depth) == (12, 3)
+    assert torch.equal(draft.parents, trees.parents)
+    assert not torch.equal(draft.parents[0], draft.parents[1])
+    assert torch.equal(draft.ids[:, 1:], ids[..., :5].flatten(1).gather(1, trees.columns))
+    assert draft.ids[:, 0].tolist() == [7, 8, 9]
+    assert torch.equal(draft.tree_mask, mask_from_parents(draft.parents))
+    assert torch.equal(draft.depths, depths_from_mask(draft.tree_mask))
+    assert draft.logits is None
+    assert draft.num_nodes is None
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 99])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
+def test_a_limit_of_the_run_gives_the_draft_of_a_smaller_tree(dynamic, limit):
+    heads, weight = random_heads(), torch.randn(VOCAB, HIDDEN)
+    trees = [DynamicTree(n, 6) if dynamic else TREE.prefix(min(n, 7)) for n in (7, min(limit, 7))]
+    drafter, small = (MedusaDrafter(heads, tree, weight) for tree in trees)
+    hidden = started(drafter)
+    small.begin(None, None, output_of(hidden[:, None]))
+    drafter.bind(types.SimpleNamespace(max_nodes=limit))
+    pending = torch.tensor([7, 8, 9])
+    limited, expected = drafter.propose(pending), small.propose(pending)
+    assert limited.max_depth == expected.max_depth
+    for name in ("ids", "parents", "tree_mask", "depths"):
+        assert torch.equal(getattr(limited, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize(("num_rows", "tree", "size"), [(3, DynamicTree(64), 40), (20, DynamicTree(1), 1)])
+def test_a_dynamic_tree_is_no_larger_than_what_there_is(num_rows, tree, size):
+    heads = random_heads(vocab_map=torch.arange(num_rows))
+    drafter = MedusaDrafter(heads, tree, torch.randn(VOCAB, HIDDEN))
+    started(drafter)
+    assert drafter.max_nodes == size
+    assert drafter.propose(torch.tensor([7, 8, 9])).ids.shape == (3, size)
+
+
 def test_the_draft_describes_its_tree():
     drafter = MedusaDrafter(random_heads(), TREE, torch.randn(VOCAB, HIDDEN))
     started(drafter)
@@ -111,13 +155,14 @@ def test_a_tree_of_the_root_alone_asks_no_head():
     drafter.observe(draft, output_of(torch.randn(3, 1, HIDDEN)), empty, torch.ones(3, dtype=torch.bool))
 
 
-def test_decodes_as_plain_decoding_does():
+@pytest.mark.parametrize("tree", [TREE, DynamicTree(9)], ids=["fixed", "dynamic"])
+def test_decodes_as_plain_decoding_does(tree):
     """The toy target's hidden states are zeros: the drafts are constant, the text must not care."""
     prompts = [[3, 1, 4], [5]]
     target = ToyTarget(2, 40)
     plain = [target.plain(prompt, 10) for prompt in prompts]
     heads = MedusaHeads(3, 1, 1, 13)
-    drafter = MedusaDrafter(heads, TREE, torch.randn(13, 1))
+    drafter = MedusaDrafter(heads, tree, torch.randn(13, 1))
     steps = decode(target, drafter, *pad(prompts), acceptance=GreedyAcceptance(), max_new_tokens=10)
     rows = [[], []]
     for step in steps:
@@ -197,6 +242,17 @@ def test_saves_and_loads(tmp_path, own_projection, root_conditioned):
     assert torch.equal(loaded.propose(pending).ids, drafter.propose(pending).ids)
     again = MedusaDrafter.from_pretrained(tmp_path, model, tree=DraftTree.chain(2))
     assert again.tree == DraftTree.chain(2)
+
+
+def test_saves_and_loads_a_dynamic_tree(tmp_path):
+    weight = torch.randn(VOCAB, HIDDEN)
+    drafter = MedusaDrafter(random_heads(), DynamicTree(10, 4), weight)
+    drafter.tree_metadata = {"source": "a test"}
+    drafter.save_pretrained(tmp_path)
+    loaded = MedusaDrafter.from_pretrained(tmp_path, model_with(weight))
+    assert loaded.tree == DynamicTree(10, 4)
+    assert loaded.tree_metadata == {"source": "a test"}
+    assert MedusaDrafter.from_pretrained(tmp_path, model_with(weight), tree=DynamicTree(3)).tree == DynamicTree(3)
 
 
 def test_without_a_tree_file_the_default_tree_fits_the_heads(tmp_path):

@@ -5,13 +5,17 @@ from functools import partial
 import pytest
 import torch
 
-from specdec_kernels.decoding import DecodeStats
-from specdec_kernels.decoding.drafters import DraftModelDrafter, MergedDrafter, NGramDrafter
+from specdec_kernels.decoding import DecodeStats, DynamicTree
+from specdec_kernels.decoding.drafters import DraftModelDrafter, MedusaDrafter, MergedDrafter, NGramDrafter
 from specdec_kernels.decoding.exits import ExitRule
 from specdec_kernels.hf.generate import generate, speculative_generate
 from specdec_kernels.hf.target import HFTarget
+from specdec_kernels.modules import MedusaHeads
+from specdec_kernels.tree import DraftTree
+from tests.decoding.test_loop_law import LIMIT
 
 from .half_precision import equal_bits
+from .self_drafting import LAW_VOCAB, excess, law_model
 from .test_generate import BATCHES, NEW, PROMPTS, eos_of, inputs_of, medusa
 from .test_kangaroo import TREE, hopping
 from .tiny import VOCAB, tiny_model
@@ -52,7 +56,11 @@ DRAFTERS = {
     "ngram": lambda model: NGramDrafter(max_drafts=5),
     "ngram tree": lambda model: NGramDrafter(max_drafts=3, num_branches=3),
     "medusa, root-conditioned": partial(medusa, root_conditioned=True),
+    "medusa, dynamic": partial(medusa, tree=DynamicTree(9, 4), root_conditioned=True),
     "medusa + ngram": lambda model: MergedDrafter(medusa(model), NGramDrafter(num_branches=2), max_nodes=20),
+    "medusa, dynamic + ngram": lambda model: MergedDrafter(
+        medusa(model, tree=DynamicTree(9, 4)), NGramDrafter(num_branches=2), max_nodes=20
+    ),
     "draft model + ngram": lambda model: MergedDrafter(draft_model(model), NGramDrafter()),
     "kangaroo + ngram": kangaroo,
     "kangaroo tree + ngram": lambda model: kangaroo(model, TREE),
@@ -147,3 +155,16 @@ def test_padded_vocabulary_of_a_draft_model(model):
     options["do_sample"] = False
     plain = model.generate(**BATCHES["B4"], max_new_tokens=NEW, do_sample=False)
     assert torch.equal(generate(model, **BATCHES["B4"], drafter=wider, max_new_tokens=NEW, do_sample=False), plain)
+
+
+@pytest.mark.parametrize(
+    "tree", [DraftTree.from_choices([[0], [1], [0, 0]]), DynamicTree(6, 3)], ids=["fixed", "dynamic"]
+)
+def test_sampled_text_with_root_conditioned_heads_has_the_targets_law(tree):
+    """The joint law of the first three tokens against its enumeration; trees depend on what was emitted before."""
+    model = law_model()
+    heads = MedusaHeads(2, 1, 16, LAW_VOCAB, own_projection=True, root_conditioned=True)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    drafter = MedusaDrafter(heads, tree, embedding_weight=model.get_input_embeddings().weight)
+    assert excess(model, drafter, 0.8) < LIMIT

@@ -46,14 +46,14 @@ def inputs_of(prompts):
 BATCHES = {"B1": inputs_of(PROMPTS[:1]), "B4": inputs_of(PROMPTS)}
 
 
-def medusa(model, *, root_conditioned=False):
+def medusa(model, *, tree=TREE, root_conditioned=False):
     generator = torch.Generator().manual_seed(0)
     heads = MedusaHeads(3, 1, model.config.hidden_size, VOCAB, root_conditioned=root_conditioned)
     for parameter in heads.parameters():
         parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     weight = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight if root_conditioned else None
-    return MedusaDrafter(heads.to(weight.dtype), TREE, weight, embedding)
+    return MedusaDrafter(heads.to(weight.dtype), tree, weight, embedding)
 
 
 def oracle(inputs, plain, tree=TREE):

@@ -15,7 +15,7 @@ from .tiny import VOCAB, tiny_model
 DOCUMENTS = Path(__file__).parents[2] / "docs"
 
 
-DOCUMENTED = [("generation", 14), ("ngram", 6), ("draft_model", 6), ("layer_skip", 6), ("kangaroo", 8)]
+DOCUMENTED = [("generation", 14), ("medusa", 7), ("ngram", 6), ("draft_model", 6), ("layer_skip", 6), ("kangaroo", 8)]
 
 
 @pytest.mark.parametrize(("name", "examples"), DOCUMENTED)

@@ -1,5 +1,6 @@
-"""Draft with Medusa heads over a fixed tree."""
+"""Draft with Medusa heads over a fixed tree, or one that is chosen anew at each step."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...modules import MedusaHeads
-from ...tree import DraftTree, load_metadata
+from ...tree import DraftTree, load_metadata, mask_from_parents
 from ...tree.mask import num_words
 from ...tree.presets import preset
 from ...types import Verification
 from ..drafting import DraftContext
+from ..dynamic_tree import DynamicTree, grow_best_first, num_grown
 from ..protocols import Draft, TargetOutput
 
 TREE_FILE = "tree.json"
@@ -20,16 +22,19 @@ DEFAULT_TREE = "mc_sim_7b_63"
 
 
 class MedusaDrafter:
-    """Fill a fixed draft tree with the best candidates of Medusa heads (Cai et al. 2024, arXiv 2401.10774).
+    """Fill a draft tree with the best candidates of Medusa heads (Cai et al. 2024, arXiv 2401.10774).
 
     All heads look at the hidden state from which the target chose the pending token; root-conditioned heads also look
-    at that token. The node at depth *d* with rank
-    *r* holds the *r*-th best token of head *d − 1*, whatever its parent holds: the drafts are deterministic, so the
-    draft distribution is a point and `Draft.logits` is None.
+    at that token. The node at depth *d* with rank *r* holds the *r*-th best token of head *d − 1*, whatever its parent
+    holds: the drafts are deterministic, so the draft distribution is a point and `Draft.logits` is None.
+
+    A `DraftTree` has the same nodes in each step and row. Of a `DynamicTree` each row takes the nodes that the heads
+    think likeliest in this step: a deep chain where they are sure, many first tokens where they are not. The shape
+    depends on the heads alone, not on what the target will say, so verification is as exact.
 
     Args:
         heads: used in inference only; on the device and in the dtype of the target's hidden states.
-        tree: not deeper than there are heads.
+        tree: a `DraftTree` not deeper than there are heads, or a `DynamicTree`.
         lm_head_weight: ``(V, C)``, the target's projection, for heads without their own.
         embedding_weight: ``(V, C)``, the target's input embeddings, for root-conditioned heads.
 
@@ -47,7 +52,7 @@ class MedusaDrafter:
     def __init__(
         self,
         heads: MedusaHeads,
-        tree: DraftTree,
+        tree: DraftTree | DynamicTree,
         lm_head_weight: Tensor | None = None,
         embedding_weight: Tensor | None = None,
     ):
@@ -55,25 +60,17 @@ class MedusaDrafter:
         _check_embedding(heads, embedding_weight)
         self._embedding = None if embedding_weight is None else embedding_weight.detach()
         self._shared_weight = None if lm_head_weight is None else heads.select_rows(lm_head_weight.detach())
-        tree.check_heads(heads.num_heads, heads.num_rows if self._shared_weight is None else len(self._shared_weight))
         self.heads, self.tree = heads, tree
         self.tree_metadata: dict[str, Any] = {}
-        self._top_k = max(tree.ranks) + 1
-        device = heads.w_res.device
-        columns = [
-            (depth - 1) * self._top_k + rank for depth, rank in zip(tree.depths[1:], tree.ranks[1:], strict=True)
-        ]
-        self._columns = torch.tensor(columns, dtype=torch.int64, device=device)
-        self._parents = tree.to_parents_tensor(device)[None]
-        self._tree_mask = tree.to_packed_mask(device)[None]
-        self._depths = tree.to_depths_tensor(device)[None]
+        num_rows = heads.num_rows if self._shared_weight is None else len(self._shared_weight)
+        self._layout = _Layout(tree, heads.num_heads, num_rows, heads.w_res.device)
         self._hidden: Tensor | None = None
         self._context: DraftContext | None = None
 
     @property
     def max_nodes(self) -> int:
         """``T``: every draft has all nodes of the tree."""
-        return self.tree.num_nodes
+        return self._layout.num_nodes
 
     def bind(self, context: DraftContext) -> None:
         """Take the run, which may limit the nodes."""
@@ -92,17 +89,17 @@ class MedusaDrafter:
         """
         if self._hidden is None:
             raise RuntimeError("MedusaDrafter.propose: call begin first")
-        ids = pending[:, None]
-        count = self.max_nodes if self._context is None else min(self.max_nodes, self._context.max_nodes)
-        max_depth = max(self.tree.depths[:count])
-        if count > 1:
-            root = None if self._embedding is None else F.embedding(pending, self._embedding)
-            _, candidates, _ = self.heads.topk(
-                self._hidden, self._top_k, self._shared_weight, root, num_heads=max_depth
-            )
-            ids = torch.cat([ids, candidates.flatten(1).index_select(1, self._columns[: count - 1])], dim=1)
-        mask = self._tree_mask[:, :count, : num_words(count)].contiguous()
-        return Draft(ids, self._parents[:, :count], mask, self._depths[:, :count], max_depth)
+        limit = self.max_nodes if self._context is None else self._context.max_nodes
+        layout, ids = self._layout.limited(limit), pending[:, None]
+        if layout.max_depth == 0:
+            return Draft(ids, layout.parents, layout.mask, layout.depths, 0)
+        root = None if self._embedding is None else F.embedding(pending, self._embedding)
+        values, candidates, lse = self.heads.topk(
+            self._hidden, layout.top_k, self._shared_weight, root, num_heads=layout.max_depth
+        )
+        layout = layout.grown(values - lse[..., None])
+        drafts = candidates.flatten(1).gather(1, layout.columns.expand(len(pending), -1))
+        return Draft(torch.cat([ids, drafts], dim=1), layout.parents, layout.mask, layout.depths, layout.max_depth)
 
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
         """Keep the hidden state of each row's last accepted node; ended rows need none, so ``active`` is not read."""
@@ -111,7 +108,9 @@ class MedusaDrafter:
         self._hidden = output.hidden.gather(1, last[:, :, None].expand(-1, 1, output.hidden.shape[2]))[:, 0]
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, model: Any, *, tree: DraftTree | None = None) -> "MedusaDrafter":
+    def from_pretrained(
+        cls, path: str | Path, model: Any, *, tree: DraftTree | DynamicTree | None = None
+    ) -> "MedusaDrafter":
         """Load heads of any public format, and the tree that lies beside them.
 
         Args:
@@ -119,7 +118,8 @@ class MedusaDrafter:
             model: the target, anything whose ``get_output_embeddings().weight`` is the ``(V, C)`` vocabulary
                 projection, and for root-conditioned heads ``get_input_embeddings().weight`` the ``(V, C)`` embeddings.
                 The heads get the projection's device and dtype.
-            tree: overrides ``tree.json``. With neither, the nodes of ``mc_sim_7b_63`` that the heads can fill.
+            tree: overrides ``tree.json``, which holds a tree of either kind. With neither, the nodes of
+                ``mc_sim_7b_63`` that the heads can fill.
 
         Raises:
             FileNotFoundError, ValueError: as `MedusaHeads.from_pretrained`, `DraftTree.load` and the constructor; also
@@ -131,7 +131,7 @@ class MedusaDrafter:
         folder = Path(path) if Path(path).is_dir() else Path(path).parent
         metadata: dict[str, Any] = {}
         if tree is None and (folder / TREE_FILE).exists():
-            tree, metadata = DraftTree.load(folder / TREE_FILE), load_metadata(folder / TREE_FILE)
+            tree, metadata = _load_tree(folder / TREE_FILE)
         if tree is None:
             choices = preset(DEFAULT_TREE).to_choices()
             tree = DraftTree.from_choices([choice for choice in choices if len(choice) <= heads.num_heads])
@@ -144,6 +144,65 @@ class MedusaDrafter:
         """Write the heads (`MedusaHeads.save_pretrained`) and ``tree.json`` into a folder."""
         self.heads.save_pretrained(folder)
         self.tree.save(Path(folder) / TREE_FILE, **self.tree_metadata)
+
+
+class _Layout:
+    """Where candidates go, and the tensors that say so; of a `DynamicTree` they come with each step's `grown`."""
+
+    def __init__(self, tree: DraftTree | DynamicTree, num_heads: int, num_rows: int | None, device: torch.device):
+        self._dynamic = isinstance(tree, DynamicTree)
+        if isinstance(tree, DynamicTree):
+            self._grows(tree, num_heads, num_rows)
+            tree = DraftTree.chain(0)
+        else:
+            tree.check_heads(num_heads, num_rows)
+            self.top_k, self.max_depth, self.num_nodes = max(tree.ranks) + 1, tree.max_depth, tree.num_nodes
+        self._depths_of_nodes = tree.depths
+        places = [(depth - 1) * self.top_k + rank for depth, rank in zip(tree.depths, tree.ranks, strict=True)]
+        self.columns = torch.tensor(places[1:], dtype=torch.int64, device=device)[None]
+        self.parents = tree.to_parents_tensor(device)[None]
+        self.mask = tree.to_packed_mask(device)[None]
+        self.depths = tree.to_depths_tensor(device)[None]
+
+    def _grows(self, tree: DynamicTree, num_heads: int, num_rows: int | None) -> None:
+        # No path among T − 1 ends in a rank beyond T − 2: its siblings before it are as likely.
+        self.top_k = max(1, min(tree.top_k, tree.num_nodes - 1, num_rows or tree.top_k))
+        self.max_depth = min(num_heads, tree.num_nodes - 1)
+        self.num_nodes = num_grown(tree.num_nodes, self.max_depth, self.top_k)
+
+    def limited(self, limit: int) -> "_Layout":
+        """Return the layout of at most so many nodes: the first ones, or a smaller budget."""
+        if limit >= self.num_nodes:
+            return self
+        layout = copy.copy(self)
+        layout.num_nodes = limit
+        if self._dynamic:
+            layout.max_depth = min(self.max_depth, limit - 1)
+            return layout
+        layout.columns, layout.parents, layout.depths = (
+            self.columns[:, : limit - 1], self.parents[:, :limit], self.depths[:, :limit]
+        )  # fmt: skip
+        layout.mask = self.mask[:, :limit, : num_words(limit)].contiguous()
+        layout.max_depth = max(self._depths_of_nodes[:limit])
+        return layout
+
+    def grown(self, log_probs: Tensor) -> "_Layout":
+        """Return the layout for candidates of these log-probabilities ``(B, M, K)``; this one when it is fixed."""
+        if not self._dynamic:
+            return self
+        layout = copy.copy(self)
+        layout.columns, layout.parents, layout.depths = grow_best_first(log_probs, self.num_nodes)
+        layout.mask = mask_from_parents(layout.parents)
+        return layout
+
+
+def _load_tree(path: Path) -> tuple[DraftTree | DynamicTree, dict[str, Any]]:
+    """Return the tree of either kind, and what the file says besides."""
+    metadata = load_metadata(path)
+    dynamic = DynamicTree.from_metadata(metadata)
+    if dynamic is None:
+        return DraftTree.load(path), metadata
+    return dynamic, {name: value for name, value in metadata.items() if name != "dynamic"}
 
 
 def _check_projection(heads: MedusaHeads, lm_head_weight: Tensor | None) -> None:

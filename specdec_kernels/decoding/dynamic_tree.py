@@ -1,0 +1,143 @@
+"""Draft trees chosen anew at each step, each row its own: the likeliest nodes under a budget, grown on the device."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._validate import check_dtype, check_range, check_shape
+from ..reference.medusa_project import topk_lowest_id
+
+
+class GrownTrees(NamedTuple):
+    """A tree for each row, all of one size.
+
+    Attributes:
+        columns: ``(B, T − 1) int64``, of nodes 1 … T − 1: ``c`` stands for candidate ``c % K`` of depth ``c // K + 1``.
+        parents: ``(B, T) int32``, topological; nodes are numbered from the likeliest to the least likely.
+        depths: ``(B, T) int32``.
+    """
+
+    columns: Tensor
+    parents: Tensor
+    depths: Tensor
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """The shape of a draft that is decided at each step by how sure the drafter is; see `grow_best_first`.
+
+    Attributes:
+        num_nodes: ``T``, the budget, root included.
+        top_k: candidates of each depth that are looked at. Fewer make a smaller search; the likeliest trees of 32 nodes
+            rarely use more than ten.
+
+    Raises:
+        ValueError: ``num_nodes`` is not in [1, 1024] or ``top_k`` not in [1, 64].
+    """
+
+    num_nodes: int
+    top_k: int = 10
+
+    def __post_init__(self) -> None:
+        check_range("DynamicTree", "num_nodes", self.num_nodes, 1, 1024)
+        check_range("DynamicTree", "top_k", self.top_k, 1, 64)
+
+    def save(self, path: str | Path, /, **metadata) -> None:
+        """Write ``{"dynamic": {"num_nodes": …, "top_k": …}, ...metadata}`` as JSON."""
+        Path(path).write_text(json.dumps({"dynamic": asdict(self)} | metadata, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_metadata(cls, metadata: dict) -> "DynamicTree | None":
+        """Return what `save` wrote, from the contents of the file; None when it holds another kind of tree."""
+        return cls(**metadata["dynamic"]) if "dynamic" in metadata else None
+
+
+def num_grown(num_nodes: int, num_depths: int, top_k: int) -> int:
+    """Return the nodes that `grow_best_first` gives: the budget, or all there are when those are fewer."""
+    everything = sum(top_k**depth for depth in range(num_depths + 1))
+    return min(num_nodes, everything)
+
+
+def grow_best_first(log_probs: Tensor, num_nodes: int) -> GrownTrees:
+    """Grow the tree of the likeliest nodes of each row.
+
+    The candidates of a depth are the same below every node, as with Medusa's heads, so a node is a path of ranks, and
+
+        log P(r₁ … r_d) = Σ_h log_probs[h, r_h]
+
+    The ``T − 1`` likeliest paths are taken. No path is likelier than its beginning, so they form a tree, and no tree of
+    that size promises more accepted tokens (Medusa's independence assumption, at this step's probabilities instead of
+    average ones; EAGLE-2 ranks its drafts alike, Li et al. 2024, arXiv 2406.16858). Paths that are equally likely
+    are ordered by depth, then by their beginning's place, then by rank.
+
+        log-probabilities            budget 5: -0.2, -0.5 (= -0.2 - 0.3), -1.7 (= -0.2 - 1.5), -1.8
+        depth 1   -0.2  -1.8              root ┬ 0 ┬ 00          parents  -1  0  1  1  0
+        depth 2   -0.3  -1.5                   └ 1 └ 01          depths    0  1  2  2  1
+
+    Level by level the ``T − 1`` best paths are kept, then the best of all levels: shapes depend on sizes alone, and
+    nothing waits for the device.
+
+    Args:
+        log_probs: ``(B, M, K) fp32``: of the K candidates of each of M depths. Above 0 (by rounding) counts as 0; NaN
+            as less likely than anything.
+        num_nodes: ``T ≥ 1``. The trees are smaller when there are fewer paths, see `num_grown`.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape or budget.
+
+    Example:
+        >>> trees = grow_best_first(torch.tensor([[[-0.2, -1.8], [-0.3, -1.5]]]), 5)
+        >>> trees.parents.tolist(), trees.columns.tolist()
+        ([[-1, 0, 1, 1, 0]], [[0, 2, 3, 1]])
+    """
+    check_shape("grow_best_first", "log_probs", log_probs, ("B", "M", "K"))
+    check_dtype("grow_best_first", "log_probs", log_probs, (torch.float32,))
+    check_range("grow_best_first", "num_nodes", num_nodes, 1, 1024)
+    batch, num_depths, top_k = log_probs.shape
+    budget = num_grown(num_nodes, num_depths, top_k) - 1
+    roots = _roots(batch, log_probs.device)
+    if budget == 0 or num_depths == 0:
+        return roots
+    scores, before, columns = _paths(log_probs.clamp_max(0.0), budget)
+    _, chosen = topk_lowest_id(scores, budget)
+    columns = columns.gather(1, chosen)
+    nodes = torch.arange(1, budget + 1, device=chosen.device).expand(batch, -1)
+    node_at = nodes.new_zeros(batch, scores.shape[1] + 1).scatter(1, chosen + 1, nodes)
+    parents = node_at.gather(1, before.gather(1, chosen))
+    return GrownTrees(
+        columns,
+        torch.cat([roots.parents, parents.to(torch.int32)], dim=1),
+        torch.cat([roots.depths, (columns // top_k + 1).to(torch.int32)], dim=1),
+    )
+
+
+def _paths(log_probs: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ``budget`` best paths of each level, all levels side by side.
+
+    Returns:
+        ``(B, n)`` each: what the path promises; the place of its beginning, where 0 is the root and 1 the first path
+        here; and the column of its last candidate.
+    """
+    batch, num_depths, top_k = log_probs.shape
+    best = log_probs.new_zeros(batch, 1)
+    scores: list[Tensor] = []
+    before: list[Tensor] = []
+    columns: list[Tensor] = []
+    start, stop = 0, 1
+    for depth in range(min(num_depths, budget)):
+        longer = (best[:, :, None] + log_probs[:, depth, None, :]).flatten(1)
+        best, picked = topk_lowest_id(longer, min(budget, longer.shape[1]))
+        scores.append(best)
+        before.append(picked // top_k + start)
+        columns.append(picked % top_k + depth * top_k)
+        start, stop = stop, stop + best.shape[1]
+    return torch.cat(scores, dim=1), torch.cat(before, dim=1), torch.cat(columns, dim=1)
+
+
+def _roots(batch: int, device: torch.device) -> GrownTrees:
+    zeros = torch.zeros(batch, 1, dtype=torch.int32, device=device)
+    return GrownTrees(zeros[:, :0].long(), zeros - 1, zeros)
