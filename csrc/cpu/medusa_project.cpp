@@ -12,8 +12,8 @@
 #include "common/register.h"
 #include "cpu/element_of.h"
 #include "cpu/isa.h"
+#include "cpu/machine.h"
 #include "cpu/medusa_project_kernel.h"
-#include "cpu/medusa_project_stages.h"
 
 namespace specdec {
 namespace medusa {
@@ -21,8 +21,6 @@ namespace medusa {
 const Kernel* find_kernel_plain(Element element) {
   return element == Element::kDouble ? kernel_for<SingleArithmetic<ArrayVec<double, 4>>, double>() : kernel_of(element);
 }
-
-namespace {
 
 const Kernel* find_kernel(Element element) {
   const Kernel* kernel = nullptr;
@@ -34,6 +32,8 @@ const Kernel* find_kernel(Element element) {
 #endif
   return kernel ? kernel : find_kernel_plain(element);
 }
+
+namespace {
 
 void check_like(const char* name, const Tensor& tensor, int64_t dims, const Tensor& hidden) {
   STD_TORCH_CHECK(tensor.scalar_type() == hidden.scalar_type(), name, " must have hidden's dtype");
@@ -78,15 +78,6 @@ Call read_call(const Tensor& hidden, const Tensor& w_res, const std::optional<Te
     for (int i = 0; i < 2; ++i) call.b_res_strides[i] = b_res->stride(i) * item;
   }
   return call;
-}
-
-Machine this_machine(Element element) {
-  return {find_kernel(element), torch::stable::get_num_threads(),
-          [](int64_t workers, const std::function<void(int64_t)>& body) {
-            torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
-              for (int64_t worker = begin; worker < end; ++worker) body(worker);
-            });
-          }};
 }
 
 int32_t dtype_of(const Tensor& tensor) {

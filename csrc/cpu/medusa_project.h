@@ -40,6 +40,11 @@ struct Kernel {
   void (*multiply)(const Weights& weights, const void* operands, int64_t count, void* products);
   // out = x + SiLU(products + bias), rounded once; `bias` may be null.
   void (*finish_layer)(const void* products, const char* bias, const char* x, int64_t count, char* out);
+  // out = products + bias, rounded, then + residual, rounded; `bias` and `residual` may be null.
+  void (*finish_linear)(const void* products, const char* bias, const char* residual, int64_t count, char* out);
+  // out = SiLU(gate + bias) * (up + bias): the two sums are rounded, then SiLU, then the product.
+  void (*finish_gated)(const void* gate, const char* gate_bias, const void* up, const char* up_bias, int64_t count,
+                       char* out);
   void (*store)(const void* products, int64_t count, char* out);
   // Rounds products to the element, sums them, and lets them into the `k` best keys, which descend.
   LogSum (*rank)(const void* products, int64_t count, int64_t first_id, int64_t* keys, int64_t k);

@@ -30,6 +30,52 @@ void finish_layer(const void* products, const char* bias, const char* x, int64_t
   }
 }
 
+// x as it is after a detour through memory of type T.
+template <class T, class Vec>
+SPECDEC_INLINE Vec rounded(const Vec& x) {
+  if constexpr (sizeof(T) == sizeof(typename Vec::Real)) {
+    return x;
+  } else {
+    if constexpr (requires { x.rounded_to(static_cast<const T*>(nullptr)); }) {
+      return x.rounded_to(static_cast<const T*>(nullptr));
+    } else {
+      T some[Vec::kLanes];
+      x.store_some(some, Vec::kLanes);
+      return Vec::load_some(some, Vec::kLanes);
+    }
+  }
+}
+
+template <class A, class T>
+SPECDEC_INLINE typename A::Vec load_sum(const void* products, const char* bias, int64_t i, int some) {
+  using Vec = typename A::Vec;
+  const Vec sum = Vec::load_some(static_cast<const typename A::Real*>(products) + i, some);
+  return bias ? sum + Vec::load_some(reinterpret_cast<const T*>(bias) + i, some) : sum;
+}
+
+template <class A, class T>
+void finish_linear(const void* products, const char* bias, const char* residual, int64_t count, char* out) {
+  using Vec = typename A::Vec;
+  for (int64_t i = 0; i < count; i += Vec::kLanes) {
+    const int some = static_cast<int>(smaller<int64_t>(Vec::kLanes, count - i));
+    Vec y = load_sum<A, T>(products, bias, i, some);
+    if (residual) y = Vec::load_some(reinterpret_cast<const T*>(residual) + i, some) + rounded<T>(y);
+    y.store_some(reinterpret_cast<T*>(out) + i, some);
+  }
+}
+
+template <class A, class T>
+void finish_gated(const void* gate, const char* gate_bias, const void* up, const char* up_bias, int64_t count,
+                  char* out) {
+  using Vec = typename A::Vec;
+  for (int64_t i = 0; i < count; i += Vec::kLanes) {
+    const int some = static_cast<int>(smaller<int64_t>(Vec::kLanes, count - i));
+    const Vec opened = rounded<T>(silu(rounded<T>(load_sum<A, T>(gate, gate_bias, i, some))));
+    const Vec y = opened * rounded<T>(load_sum<A, T>(up, up_bias, i, some));
+    y.store_some(reinterpret_cast<T*>(out) + i, some);
+  }
+}
+
 template <class A, class T>
 void store(const void* products, int64_t count, char* out) {
   using Vec = typename A::Vec;
@@ -81,8 +127,8 @@ LogSum rank(const void* products, int64_t count, int64_t first_id, int64_t* keys
 
 template <class A, class T>
 const Kernel* kernel_for() {
-  static constexpr Kernel kKernel = {operand_bytes<A>,   pack<A, T>,  multiply<A, T>,
-                                     finish_layer<A, T>, store<A, T>, rank<A, T>};
+  static constexpr Kernel kKernel = {operand_bytes<A>,    pack<A, T>,         multiply<A, T>, finish_layer<A, T>,
+                                     finish_linear<A, T>, finish_gated<A, T>, store<A, T>,    rank<A, T>};
   return &kKernel;
 }
 

@@ -41,12 +41,18 @@ struct Avx512Vec {
     _mm256_mask_storeu_epi16(p, first(count), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
   SPECDEC_INLINE void store_some(BFloat16* p, int count) const {
+    _mm256_mask_storeu_epi16(p, first(count), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(), 16)));
+  }
+  // The nearest bf16 in the upper half of each lane, anything in the lower.
+  SPECDEC_INLINE __m512i rounded_bits() const {
     const __m512i bits = _mm512_castps_si512(v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
     const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    rounded = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
-    _mm256_mask_storeu_epi16(p, first(count), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+    return _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
+  }
+  SPECDEC_INLINE Avx512Vec rounded_to(const BFloat16*) const {
+    return {_mm512_castsi512_ps(_mm512_and_si512(rounded_bits(), _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
   }
 
   friend SPECDEC_INLINE Avx512Vec operator+(Avx512Vec a, Avx512Vec b) { return {_mm512_add_ps(a.v, b.v)}; }

@@ -130,6 +130,23 @@ class TreeCache(Cache):
         """Let the next forwards write nodes of these rows alone, ``(n,) int64``; None for all."""
         self._selected, self._step = rows, None
 
+    def claim(self, states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's buffers ``(B, S, Hk, D)`` for the caller to write a step's keys and values to.
+
+        They belong where `update` writes them: from row ``prefix_len`` plus the node of `continue_step` on.
+
+        Args:
+            states: ``(B, T, Hk, D)`` in the dtype of the cache, like the keys and like the values; not read.
+            layer_idx: 0 … L−1.
+
+        Raises:
+            ValueError: as `update`.
+        """
+        self._begin_step(states.shape[1])
+        states = states.transpose(1, 2)
+        keys, values = self._layer(layer_idx, states, states)
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
     def continue_step(self, first_node: int) -> None:
         """Let the next forward write behind the first ``first_node`` nodes of the step; 0 starts the step over."""
         self._first, self._step = first_node, None

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..decoding.protocols import LayerPlan
+from .fused_layer import FusedLayer
 
 # Families whose MLP gives a second value, which the layer drops.
 _TUPLE_MLPS = ("gpt_oss",)
@@ -182,4 +183,7 @@ class LayerRunner:
         twin._modules = dict(layer._modules)
         name, gives_tuple = ("self_attn", True) if skips[0] else ("mlp", self._mlp_gives_tuple)
         twin._modules[name] = _NoBlock(getattr(layer, name), gives_tuple)
+        fused = vars(layer).get("forward")
+        if isinstance(fused, FusedLayer):
+            twin.forward = fused.without(*skips, twin)
         return twin

@@ -15,6 +15,7 @@ from .attention import IMPLEMENTATION, TreeState
 from .cache import TreeCache
 from .families import check_supported
 from .layers import LayerRunner
+from .prepare import has_independent_rows
 
 # Prompt tokens per forward: a prompt is fed as a chain, whose mask has T²/64 words.
 PREFILL_CHUNK = 512
@@ -62,7 +63,7 @@ class HFTarget:
         check_supported(model, capacity)
         self.model = model
         self.capacity = capacity
-        self._pairs = model.device.type == "cpu" and model.dtype in _PAIRED_DTYPES
+        self._pairs = model.device.type == "cpu" and model.dtype in _PAIRED_DTYPES and not has_independent_rows(model)
         # A twin needs a row of the cache, too.
         rows = capacity + int(self._pairs)
         self.cache = TreeCache(model.config.num_hidden_layers, batch_size, rows, device=model.device, dtype=dtype)

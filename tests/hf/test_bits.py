@@ -7,6 +7,7 @@ from specdec_kernels.decoding.protocols import LayerPlan
 from specdec_kernels.hf import target as target_module
 from specdec_kernels.hf.families import FAMILIES
 from specdec_kernels.hf.generate import generate
+from specdec_kernels.hf.prepare import prepare
 from specdec_kernels.hf.target import HFTarget
 from specdec_kernels.testing import random_parents
 from specdec_kernels.tree.mask import depths_from_mask, mask_from_parents
@@ -136,9 +137,14 @@ def test_texts_and_logits_are_those_of_plain_decoding(dtype, batch):
         assert all(torch.equal(a, b) for a, b in zip(ours.logits, plain.logits, strict=True))
 
 
-@pytest.mark.parametrize(("dtype", "batch_size", "rows"), [("bfloat16", 1, 2), ("bfloat16", 2, 2), ("float32", 1, 1)])
-def test_a_single_row_gets_company_where_it_needs_it(dtype, batch_size, rows):
+@pytest.mark.parametrize(
+    ("dtype", "batch_size", "prepares", "rows"),
+    [("bfloat16", 1, False, 2), ("bfloat16", 2, False, 2), ("float32", 1, False, 1), ("bfloat16", 1, True, 1)],
+)
+def test_a_single_row_gets_company_where_it_needs_it(dtype, batch_size, prepares, rows):
     model = tiny_model("llama").to(getattr(torch, dtype))
+    if prepares:
+        model = prepare(model)
     seen = set()
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):

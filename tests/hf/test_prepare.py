@@ -1,47 +1,62 @@
-"""Prepared models: the same results, from packed and merged weights, and nothing lost on the way back."""
+"""Prepared models: the same results by our kernels, and from outside the same model."""
 
 import copy
-import gc
 import io
-import weakref
+from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec_kernels import _native
+from specdec_kernels.decoding.protocols import LayerPlan
 from specdec_kernels.hf.families import FAMILIES
+from specdec_kernels.hf.fused_layer import FUSED_FAMILIES, OwnForward
 from specdec_kernels.hf.generate import generate
-from specdec_kernels.hf.prepare import PreparedLinear, prepare, restore
+from specdec_kernels.hf.prepare import has_independent_rows, is_prepared, prepare, restore
+from specdec_kernels.hf.target import HFTarget
 
 from .half_precision import equal_bits
-from .test_bits import DENSE, PARENTS, PATHS, one_by_one, prefilled, tree
+from .test_bits import DENSE, PARENTS, PATHS, int32, one_by_one, prefilled, tree
 from .test_generate import medusa
 from .tiny import VOCAB, path_logits, tiny_model
 
-pytestmark = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="torch has no oneDNN for bf16 on this machine",
-)
+pytestmark = pytest.mark.skipif(_native.load_errors["_C"] is not None, reason=f"_C: {_native.load_errors['_C']}")
 
 
 def bf16_model(family="llama", **options):
     return tiny_model(family, **options).bfloat16()
 
 
-def prepared_layers(model):
-    return [module for module in model.modules() if isinstance(module, PreparedLinear)]
+def own_forwards(model):
+    return [name for name, module in model.named_modules() if isinstance(vars(module).get("forward"), OwnForward)]
 
 
-def groups(model):
-    return {id(layer._group): layer._group for layer in prepared_layers(model)}.values()
+class OpCounter(TorchDispatchMode):
+    """Count the calls of our ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "specdec_kernels":
+            self.calls[func._opname] += 1
+        return func(*args, **(kwargs or {}))
 
 
-def packed_bytes(model):
-    """Bytes of all weights, packed or not."""
-    parameters = {p.data_ptr(): p.nbytes for p in model.parameters()}
-    packed = [group._packed for group in groups(model) if group._packed is not None]
-    return sum(parameters.values()) + sum(weight.numel() * weight.element_size() for weight in packed)
+def counted(model, tokens):
+    """Return which of our ops a prompt takes, and how often."""
+    target = HFTarget(model, 1, 40)
+    with OpCounter() as counter:
+        target.prefill(tokens[None], int32(len(tokens)))
+    return dict(counter.calls)
+
+
+def prompt_logits(model, tokens):
+    """Return the logits ``(len, V)`` of a chain in `HFTarget`."""
+    return HFTarget(model, 1, 40).forward(tokens[None], *tree(list(range(-1, len(tokens) - 1)))).logits[0]
 
 
 def assert_same_state(state, expected):
@@ -54,15 +69,28 @@ def tokens():
     return torch.randint(3, VOCAB, (11,))
 
 
+@pytest.mark.parametrize("run", [path_logits, prompt_logits], ids=["forward", "HFTarget"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_logits_are_the_models_own_up_to_rounding(family, tokens):
+def test_logits_are_the_models_own_up_to_rounding(family, run, tokens):
     model = bf16_model(family)
     exact = path_logits(copy.deepcopy(model).double(), tokens)
     plain = path_logits(model, tokens).double()
-    prepared = path_logits(prepare(model), tokens).double()
-    assert any(group._packed is not None for group in groups(model))
+    with torch.no_grad():
+        prepared = run(prepare(model), tokens).double()
     ulp = 2.0**-7 * exact.abs().max()
     assert (prepared - exact).abs().max() <= 2 * (plain - exact).abs().max() + 4 * ulp
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_layers_of_llama_and_its_like_are_eight_calls(family, tokens):
+    model = prepare(bf16_model(family))
+    calls, layers = counted(model, tokens), model.config.num_hidden_layers
+    assert calls["tree_attention"] == layers
+    if family not in FUSED_FAMILIES:
+        assert "gated_linear" not in calls
+        return
+    fused = {"rms_norm": 2 * layers, "rotary_cache_write_": layers, "gated_linear": layers, "linear": 3 * layers + 1}
+    assert calls == fused | {"tree_attention": layers}
 
 
 @equal_bits
@@ -81,60 +109,27 @@ def test_prompts_and_trees_give_the_bits_of_single_steps(family, tokens):
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_state_stays_and_comes_back_bit_for_bit(family, tokens):
+def test_from_outside_it_is_the_same_model(family, tokens):
     model = bf16_model(family)
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    names, tied = list(dict(model.named_parameters())), model.config.tie_word_embeddings
-    prepare(model)
-    path_logits(model, tokens)
-    assert_same_state(model.state_dict(), expected)
-    assert restore(model) is model
-    assert not prepared_layers(model)
-    assert_same_state(model.state_dict(), expected)
-    assert list(dict(model.named_parameters())) == names
-    assert all(p.requires_grad and p.is_leaf for p in model.parameters())
-    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["own-head", "tied-head"])
-def test_no_second_copy_of_the_weights_stays(tied):
-    model = bf16_model(tie_word_embeddings=tied)
-    before = packed_bytes(model)
-    attention = model.model.layers[0].self_attn
-    weights = [weakref.ref(attention.q_proj.weight), weakref.ref(attention.o_proj.weight)]
-    head = model.get_input_embeddings().weight.nbytes
+    before, state = dict(model.named_parameters()), {k: v.clone() for k, v in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
     assert prepare(model) is model
-    gc.collect()
-    assert [weight() for weight in weights] == [None, None]
-    assert packed_bytes(model) == before + (head if tied else 0)
-    restore(model)
-    assert packed_bytes(model) == before
-
-
-def test_layers_that_share_an_input_are_one_product(tokens, monkeypatch):
-    model = prepare(bf16_model())
-    products = []
-    multiply = type(next(iter(groups(model))))._multiply
-    monkeypatch.setattr(
-        "specdec_kernels.hf.prepare._Group._multiply",
-        lambda group, x: products.append(group) or multiply(group, x),
-    )
     path_logits(model, tokens)
-    assert len(products) == 4 * model.config.num_hidden_layers + 1
-    assert all(group._product is None for group in groups(model))
+    for _ in range(2):
+        assert_same_state(model.state_dict(), state)
+        assert [type(module) for module in model.modules()] == classes
+        assert all(have is before[name] for name, have in model.named_parameters(remove_duplicate=True))
+        assert own_forwards(model) == [] or is_prepared(model)
+        assert restore(model) is model
+    assert own_forwards(model) == []
 
 
-def test_columns_belong_to_the_input_they_were_made_for():
-    attention = prepare(bf16_model()).model.layers[0].self_attn
-    q, k, v = (layer.weight for layer in (attention.q_proj, attention.k_proj, attention.v_proj))
-    x, y = torch.randn(2, 3, 64).bfloat16()
-    with torch.no_grad():
-        assert torch.equal(attention.k_proj(x), F.linear(x, k))
-        assert torch.equal(attention.q_proj(y), F.linear(y, q))
-        assert torch.equal(attention.v_proj(x), F.linear(x, v))
-        x += 1
-        assert torch.equal(attention.q_proj(x), F.linear(x, q))
-        assert torch.equal(attention.q_proj(x), F.linear(x, q))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_independent_rows_are_claimed_for_dense_models_alone(family):
+    model = bf16_model(family)
+    assert not has_independent_rows(model)
+    assert has_independent_rows(prepare(model)) == (family in DENSE)
+    assert not has_independent_rows(model.float())
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 1), (1, 0), (0, 2), (5,), ()], ids=str)
@@ -146,40 +141,82 @@ def test_rows_do_not_depend_on_their_number(shape, family):
     with torch.inference_mode():
         for layer in (layers.q_proj, layers.o_proj):
             y = layer(x)
-            assert y.shape == (*shape, 64)
-            assert torch.equal(y.reshape(-1, 64), layer(many)[: x.numel() // 64])
+            assert y.shape == (*shape, layer.out_features)
+            assert torch.equal(y.reshape(-1, layer.out_features), layer(many)[: x.numel() // 64])
 
 
-def test_a_lone_row_is_never_multiplied_alone(monkeypatch):
-    layer = prepare(bf16_model()).model.layers[0].mlp.down_proj
-    multiply, rows = torch.ops.mkldnn._linear_pointwise, []
-    monkeypatch.setattr(
-        torch.ops.mkldnn, "_linear_pointwise", lambda x, *more: rows.append(x.numel() // 48) or multiply(x, *more)
+@equal_bits
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
+def test_layers_run_one_node_at_a_time_give_the_bits_of_whole_steps(family, tokens):
+    model = prepare(bf16_model(family))
+    target, _ = prefilled(model, tokens[None, :8])
+    shallow = []
+    for node in range(3):
+        mask, depths = tree(list(range(-1, node)))
+        output = target.run_layers(
+            tokens[None, 8 + node : 9 + node], mask, depths[:, node:], LayerPlan(stop=2), first_node=node
+        )
+        shallow.append(output.hidden)
+    output = target.run_layers(
+        tokens[None, 8:], *tree([-1, 0, 1]), LayerPlan(start=2), hidden=torch.cat(shallow, dim=1)
     )
-    with torch.no_grad():
-        for shape in ((48,), (1, 1, 48), (2, 1, 48)):
-            assert layer(torch.ones(shape).bfloat16()).shape == (*shape[:-1], 64)
-    assert rows == [2, 2, 2]
+    assert torch.equal(output.logits[0], one_by_one(model, tokens)[8:])
+
+
+@pytest.mark.parametrize("plan", [{"skipped_attention": {1}}, {"skipped_mlp": {1}}], ids=lambda plan: next(iter(plan)))
+def test_blocks_can_be_skipped(plan, tokens):
+    logits = []
+    model = bf16_model(initializer_range=0.5)
+    for each in (copy.deepcopy(model).double(), model, prepare(copy.deepcopy(model))):
+        target, _ = prefilled(each, tokens[None, :8])
+        skipped = LayerPlan(**{name: frozenset(layers) for name, layers in plan.items()})
+        logits.append(target.run_layers(tokens[None, 8:], *tree([-1, 0, 0]), skipped).logits[0].double())
+        whole = target.forward(tokens[None, 8:], *tree([-1, 0, 0])).logits[0].double()
+        assert (whole - logits[-1]).abs().max() > 0.1 * whole.abs().max()
+    exact, plain, prepared = logits
+    assert (prepared - exact).abs().max() <= 2 * (plain - exact).abs().max() + 2.0**-5 * exact.abs().max()
+
+
+def test_hooks_of_parts_are_called(tokens):
+    model, seen = prepare(bf16_model()), []
+    plain = counted(model, tokens)
+    handle = model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
+    logits = prompt_logits(model, tokens)
+    assert seen == [1]
+    assert counted(model, tokens)["gated_linear"] == plain["gated_linear"] - 1
+    handle.remove()
+    assert counted(model, tokens) == plain
+    ulp = 2.0**-7 * logits.abs().max()
+    assert (logits - prompt_logits(model, tokens)).abs().max() <= 16 * ulp
+
+
+def test_parts_that_were_exchanged_are_used(tokens):
+    model = prepare(bf16_model())
+    expected = prompt_logits(model, tokens)
+    down = model.model.layers[0].mlp.down_proj
+    model.model.layers[0].mlp.down_proj = nn.Sequential(down, nn.ReLU())
+    assert not torch.equal(prompt_logits(model, tokens), expected)
+    model.model.layers[0].mlp.down_proj = down
+    assert torch.equal(prompt_logits(model, tokens), expected)
 
 
 def test_before_and_after_casting_are_the_same(tokens):
     late = prepare(bf16_model())
     early = prepare(tiny_model())
-    in_fp32 = path_logits(early, tokens)
-    assert torch.equal(in_fp32, path_logits(tiny_model(), tokens))
-    assert not any(group._packed is not None for group in groups(early))
+    assert torch.equal(prompt_logits(early, tokens), prompt_logits(tiny_model(), tokens))
+    assert counted(early, tokens).keys() == {"tree_attention"}
     early.to(torch.bfloat16)
-    assert torch.equal(path_logits(early, tokens), path_logits(late, tokens))
-    assert all(group._packed is not None for group in groups(early))
+    assert torch.equal(prompt_logits(early, tokens), prompt_logits(late, tokens))
+    assert counted(early, tokens) == counted(late, tokens)
     late.to(torch.float32)
-    assert torch.equal(path_logits(late, tokens), path_logits(bf16_model().float(), tokens))
+    assert torch.equal(prompt_logits(late, tokens), prompt_logits(bf16_model().float(), tokens))
 
 
 def test_preparing_and_restoring_twice_changes_nothing(tokens):
     model = bf16_model()
     plain = path_logits(model, tokens)
-    layers = [id(group) for group in groups(prepare(model))]
-    assert [id(group) for group in groups(prepare(model))] == layers
+    names = own_forwards(prepare(model))
+    assert own_forwards(prepare(model)) == names
     assert torch.equal(path_logits(restore(restore(model)), tokens), plain)
 
 
@@ -191,19 +228,19 @@ def test_other_weights_can_be_loaded(assign, tied, tokens):
         for parameter in other.parameters():
             parameter.mul_(1.25)
     prepare(model)
-    path_logits(model, tokens)
+    prompt_logits(model, tokens)
     model.load_state_dict(other.state_dict(), assign=assign)
-    assert torch.equal(path_logits(model, tokens), path_logits(prepare(other), tokens))
+    assert torch.equal(prompt_logits(model, tokens), prompt_logits(prepare(other), tokens))
 
 
 def test_a_weight_that_is_set_or_changed_is_used(tokens):
     model, other = prepare(bf16_model(tie_word_embeddings=True)), bf16_model(tie_word_embeddings=True)
-    path_logits(model, tokens)
+    prompt_logits(model, tokens)
     for each in (model, other):
         with torch.no_grad():
             each.get_input_embeddings().weight.mul_(1.5)
         each.model.layers[1].self_attn.k_proj.weight = nn.Parameter(torch.ones(32, 64, dtype=torch.bfloat16))
-    assert torch.equal(path_logits(model, tokens), path_logits(prepare(other), tokens))
+    assert torch.equal(prompt_logits(model, tokens), prompt_logits(prepare(other), tokens))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own-head", "tied-head"])
@@ -218,7 +255,7 @@ def test_can_be_saved(tied, tmp_path):
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_are_prepared_and_separate(how, tokens):
     model = prepare(bf16_model())
-    logits = path_logits(model, tokens)
+    logits = prompt_logits(model, tokens)
     if how == "deepcopy":
         other = copy.deepcopy(model)
     else:
@@ -227,17 +264,32 @@ def test_copies_are_prepared_and_separate(how, tokens):
         file.seek(0)
         other = torch.load(file, weights_only=False)
     restore(model)
-    assert not prepared_layers(model)
-    assert torch.equal(path_logits(other, tokens), logits)
-    assert_same_state(restore(other).state_dict(), model.state_dict())
+    assert own_forwards(model) == []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert counted(other, tokens)["gated_linear"] == model.config.num_hidden_layers
+    assert torch.equal(prompt_logits(other, tokens), logits)
+    assert own_forwards(restore(other)) == []
 
 
-def test_packed_in_inference_mode_can_be_restored_and_trained(tokens):
-    model = prepare(bf16_model().float()).bfloat16()
-    with torch.inference_mode():
-        model(tokens[None])
-    restore(model).train()(tokens[None], labels=tokens[None]).loss.backward()
-    assert model.model.layers[0].self_attn.k_proj.weight.grad is not None
+@pytest.mark.parametrize("restores", [True, False], ids=["restored", "prepared"])
+def test_can_be_trained(restores, tokens):
+    model, other = prepare(bf16_model()), bf16_model()
+    prompt_logits(model, tokens)
+    if restores:
+        restore(model)
+    for each in (model, other):
+        each.train()(tokens[None], labels=tokens[None]).loss.backward()
+    assert torch.equal(model.lm_head.weight.grad, other.lm_head.weight.grad)
+
+
+def test_compiles_as_before(tokens):
+    layer = prepare(bf16_model()).model.layers[0].self_attn.o_proj
+    x = torch.randn(2, 64).bfloat16()
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), nn.functional.linear(x, layer.weight))
 
 
 @equal_bits
@@ -261,8 +313,8 @@ def with_other_layer(model):
     return model
 
 
-def with_half_of_the_biases(model):
-    model.model.layers[2].self_attn.k_proj.bias = nn.Parameter(torch.zeros(32))
+def with_own_forward(model):
+    model.model.layers[2].self_attn.k_proj.forward = lambda x: x
     return model
 
 
@@ -271,7 +323,7 @@ REFUSED = {
     "training": (lambda: tiny_model().train(), RuntimeError, "training mode"),
     "device": (lambda: tiny_model().to("meta"), NotImplementedError, "on the CPU"),
     "layer": (lambda: with_other_layer(tiny_model()), NotImplementedError, r"layers.1.mlp.up_proj is a _Other"),
-    "biases": (lambda: with_half_of_the_biases(tiny_model()), NotImplementedError, "some have a bias, some have none"),
+    "forward": (lambda: with_own_forward(tiny_model()), NotImplementedError, "k_proj has a forward of its own already"),
 }
 
 
@@ -281,25 +333,16 @@ def test_refuses_and_leaves_the_model_alone(case):
     model = make()
     with pytest.raises(error, match=message):
         prepare(model)
-    assert not prepared_layers(model)
+    assert own_forwards(model) == []
 
 
-def test_refuses_a_machine_without_onednn(monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="no oneDNN"):
+def test_a_bias_in_one_of_three_keeps_the_layers_modules(tokens):
+    model = bf16_model()
+    model.model.layers[2].self_attn.k_proj.bias = nn.Parameter(torch.zeros(32).bfloat16())
+    assert counted(prepare(model), tokens)["gated_linear"] == model.config.num_hidden_layers - 1
+
+
+def test_refuses_without_native_kernels(monkeypatch):
+    monkeypatch.setitem(_native.load_errors, "_C", "not built")
+    with pytest.raises(RuntimeError, match="the native kernels are not there: not built"):
         prepare(bf16_model())
-
-
-def test_a_prepared_model_refuses_gradients_training_and_other_dtypes(tokens):
-    model = prepare(bf16_model())
-    with pytest.raises(RuntimeError, match="no gradients"):
-        model(tokens[None])
-    with torch.no_grad(), pytest.raises(RuntimeError, match="no training"):
-        model.train()(tokens[None])
-    model.eval()
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"must be torch.bfloat16, got torch.float32"):
-        model.model.layers[0].self_attn.q_proj(torch.ones(2, 64))
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"torch.compile"):
-        torch.compile(model.model.layers[0].self_attn.o_proj, backend="eager", fullgraph=True)(
-            torch.ones(2, 64).bfloat16()
-        )
