@@ -127,8 +127,10 @@ def _timed(function, device: torch.device):
 
 def _print_table(comparisons: list[Comparison], stats, drafter, sampled: bool) -> None:
     """Print tokens/s, speed-up, tokens per step, equality, and the draft tree."""
-    from ..tree.draw import draw_text
+    from ..tree import DraftTree, draw_text
 
+    tree = getattr(drafter, "tree", None)
+    fixed = not tree or isinstance(tree, DraftTree)
     plain = sum(len(c.plain_ids) for c in comparisons) / sum(c.plain_s for c in comparisons)
     ours = sum(len(c.speculative_ids) for c in comparisons) / sum(c.speculative_s for c in comparisons)
     rows = [
@@ -136,13 +138,13 @@ def _print_table(comparisons: list[Comparison], stats, drafter, sampled: bool) -
         ("speculative", f"{ours:.1f} tokens/s"),
         ("speed-up", f"{ours / plain:.2f} x"),
         ("mean accepted drafts per step", f"{stats.mean_accepted:.2f} ({stats.tokens_per_step:.2f} tokens per step)"),
-        ("tree size", f"{drafter.max_nodes} nodes at most"),
+        ("tree size", f"{drafter.max_nodes} nodes at most{'' if fixed else ', the likeliest at each step'}"),
         ("output identical", _verdict(comparisons, sampled)),
     ]
     print("\n" + "\n".join(f"{name:<32}{value}" for name, value in rows))
-    if getattr(drafter, "tree", None) is not None:
+    if isinstance(tree, DraftTree):
         print("\ndraft tree (node numbers; children are ranked candidates of the next head)\n")
-        print(draw_text(drafter.tree))
+        print(draw_text(tree))
 
 
 def _verdict(comparisons: list[Comparison], sampled: bool) -> str:
