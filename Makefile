@@ -4,14 +4,18 @@
 #   TORCH     the torch to install first                          (torch==2.13.0)
 #   PIP_ARGS  passed to every pip install, for example to choose a CPU build of torch
 #   ARGS      passed to the demo, or to pytest
+#   WORKERS   in how many processes the tests run                 (one for each processor, at most 8)
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS ?=
+WORKERS ?= logical
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+# Waiting threads sleep, for the other processes. Tests that share a module's fixture share a process (tests/conftest.py).
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
 .PHONY: setup demo test check format bench sanitize aot-oldest clean
@@ -36,7 +40,7 @@ demo: setup
 	@$(BIN)/specdec-kernels demo $(ARGS)
 
 test: setup
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 check: setup
 	@$(BIN)/ruff check .
@@ -52,14 +56,14 @@ format: setup
 
 # Builds the torch-free drivers of tests/native with AddressSanitizer and UBSan, and runs them.
 sanitize: setup
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/native
+	@$(PYTEST) -q tests/native
 
 # Compiles every shipped Triton configuration with the oldest supported triton, put in front of the environment's own.
 # Torch stays: compilation does not need the triton that it was released with.
 OLDEST_TRITON := 3.6.0
 aot-oldest: setup $(VENV)/triton-$(OLDEST_TRITON)
 	@PYTHONPATH=$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 EXPECTED_TRITON=$(OLDEST_TRITON) \
-	  $(BIN)/python -m pytest tests/kernels -k "aot or launch" --ignore=tests/kernels/interpret $(ARGS)
+	  $(PYTEST) tests/kernels -k "aot or launch" --ignore=tests/kernels/interpret $(ARGS)
 
 $(VENV)/triton-$(OLDEST_TRITON): $(VENV)/.tools
 	@$(PIP) --no-deps --target $@ "triton==$(OLDEST_TRITON)"

@@ -23,7 +23,7 @@ from specdec_kernels.tree import mask_from_parents, unpack_mask
 from . import attention_baselines as baselines
 from .attention_baselines import Inputs
 from .cases import MODELS
-from .harness import Cost, Options, Result
+from .harness import Cost, Options, Result, quantile, seconds
 from .memory import peak_extra_bytes
 from .plot import plot, plot_growth, plot_speedups
 
@@ -75,7 +75,7 @@ def _all_cases() -> list[Case]:
 
 CASES = {_case_id(case): case for case in _all_cases()}
 QUICK = [_case_id(case) for case in _quick_cases()]
-MEMORY_CASE = Case("llama3_8b", 64, 16384)
+MEMORY_CASE, MASK_CASE = Case("llama3_8b", 64, 16384), Case("llama3_8b", 26, 4096)
 GRID = re.compile(r"(?P<panel>\w+)-B(?P<batch>\d+)-P(?P<x>\d+)-T(?P<nodes>\d+)-bfloat16")
 
 
@@ -164,9 +164,23 @@ def _ours(inputs: Inputs) -> list[Tensor]:
 
 
 def notes(results: list[Result], device: torch.device) -> str:
-    """Say what memory a call takes beside its inputs and results: in a process of its own, since ours keeps some."""
+    """Say what a mask costs, and what memory a call takes beside its inputs and results.
+
+    Memory is measured in a process of its own, since ours keeps some.
+    """
     command = [sys.executable, "-m", __name__, str(device), str(torch.get_num_threads())]
-    return subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    return f"{compare_with_causal(device)}\n{done.stdout}"
+
+
+def compare_with_causal(device: torch.device) -> str:
+    """Return a line on the time of a tree over that of a chain of as many nodes, whose mask is the causal one."""
+    tree = make_inputs(MASK_CASE, device)
+    chain = mask_from_parents(torch.arange(-1, MASK_CASE.nodes - 1, dtype=torch.int32)[None])
+    both = tree, replace(tree, tree_mask=chain.to(device))
+    times = [[seconds(_ours, inputs, device) for inputs in both] for _ in range(60)][10:]
+    of_tree, of_chain = (quantile(list(column), 0.5) for column in zip(*times, strict=True))
+    return f"{_case_id(MASK_CASE)}: a tree takes {of_tree / of_chain:.2f} x the time of a causal mask"
 
 
 def measure_memory(device: torch.device) -> str:

@@ -144,11 +144,12 @@ def time_case(
                 providers[name](inputs)
             if sweep is not None:
                 sweep.add_(1)
-            samples[name].append(_seconds(providers[name], inputs, device))
+            samples[name].append(seconds(providers[name], inputs, device))
     return samples
 
 
-def _seconds(run: Callable[[Any], Any], inputs: Any, device: torch.device) -> float:
+def seconds(run: Callable[[Any], Any], inputs: Any, device: torch.device) -> float:
+    """Time one call."""
     if hasattr(run, "seconds"):
         return run.seconds(inputs)
     if device.type == "cuda":

@@ -9,7 +9,7 @@ import pytest
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
-FLAGS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-pthread"]
+FLAGS = ["-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-pthread"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.meter import measure
-from tests.ops.attention_cases import Case, make_case, paths, visible_keys
+from tests.ops.attention_cases import Case, chain, make_case, paths, visible_keys
 
 from .attention import attend, block_m, force_plan, force_splits
 
@@ -96,6 +96,14 @@ def test_window_skips_the_prefix(monkeypatch) -> None:
     force_plan(monkeypatch, target_programs=1)
     case = make_case(1, (777,), 16, (4, 1), (128, 128), BF16, window=100)
     assert moved(case) <= 1.05 * unavoidable(case)
+
+
+def test_a_tree_costs_no_more_than_a_causal_mask(monkeypatch) -> None:
+    """A chain is the causal mask; a tree of as many nodes sees fewer keys, and its mask takes no other path."""
+    force_plan(monkeypatch, target_programs=1)
+    tree, causal = (make_case(1, (300,), 26, (4, 1), (64, 64), BF16) for _ in range(2))
+    causal.parents = [chain(26)]
+    assert moved(tree) <= moved(causal)
 
 
 def test_meter_sees_an_access_outside() -> None:
