@@ -89,7 +89,13 @@ class FusedLayer(OwnForward):
         places = [(layer, "input_layernorm"), *((attention, name) for name in _ATTENTION)]
         places += [(layer, "post_attention_layernorm"), *((mlp, name) for name in _MLP)]
         places += [(attention, name) for name in _NORMS if name in attention._modules]
-        self._parts = [(parent, name, parent._modules[name]) for parent, name in places]
+        parts = [parent._modules[name] for parent, name in places]
+        # Looked up here once: attributes of modules are slow, and this is asked thirty times a step.
+        self._parts = [
+            (parent._modules, name, part, part._parameters, part._forward_hooks, part._forward_pre_hooks)
+            for part, (parent, name) in zip(parts, places, strict=True)
+        ]
+        self._num_kv_heads = parts[2].out_features // self._head_dim
 
     def without(self, attention: bool, mlp: bool, layer: Any) -> "FusedLayer":
         """Return the forward of a copy of the layer that leaves out its attention, its MLP, or both."""
@@ -120,16 +126,15 @@ class FusedLayer(OwnForward):
     def _weights(self) -> list[Tensor] | None:
         """Return the weights of the parts, or None where a part is not to be passed over."""
         weights = []
-        for parent, name, part in self._parts:
-            weight = part._parameters["weight"]
-            is_seen = part._forward_hooks or part._forward_pre_hooks or parent._modules[name] is not part
-            if is_seen or weight.dtype is not DTYPE:
+        for siblings, name, part, parameters, hooks, pre_hooks in self._parts:
+            weight = parameters["weight"]
+            if hooks or pre_hooks or siblings[name] is not part or weight.dtype is not DTYPE:
                 return None
             weights.append(weight)
         return weights
 
     def _biases(self, begin: int, end: int) -> list[Tensor]:
-        biases = [part._parameters["bias"] for _, _, part in self._parts[begin:end]]
+        biases = [parameters["bias"] for _, _, _, parameters, _, _ in self._parts[begin:end]]
         return [] if biases[0] is None else biases
 
     def _add(self, residual: Tensor, x: Tensor, weights: list[Tensor], index: int) -> Tensor:
@@ -145,7 +150,7 @@ class FusedLayer(OwnForward):
         """Write K and V, and return what the nodes see ``(B, T, Hq · D)``."""
         batch, num_nodes, width = qkv.shape
         qkv = qkv.view(batch, num_nodes, width // self._head_dim, self._head_dim)
-        num_kv_heads = self._parts[2][2].out_features // self._head_dim
+        num_kv_heads = self._num_kv_heads
         q, key_states = qkv[:, :, : -2 * num_kv_heads], qkv[:, :, -num_kv_heads:]
         k, v = cache.claim(key_states, self._index)
         cos, sin = angles if self._rotates else (None, None)
