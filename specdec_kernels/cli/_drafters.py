@@ -17,7 +17,7 @@ _MADE_BY = {"heads": "train medusa", "adapter": "train kangaroo --exit-layer N",
 
 NAMES = ("medusa", "ngram", "medusa+ngram", "kangaroo", "kangaroo+ngram", "layer-skip", "draft-model", "plain")
 # Of a merged tree: what a CPU verifies without being much slower than for one node.
-MERGED_NODES, LOOKUP_DRAFTS, LOOKUP_BRANCHES = 32, 10, 2
+MERGED_NODES, LOOKUP_DRAFTS, LOOKUP_BRANCHES = 16, 10, 1
 
 
 def add_arguments(parser) -> None:
