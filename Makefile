@@ -14,8 +14,8 @@ WORKERS ?= logical
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
-# Waiting threads sleep, for the other processes. Tests that share a module's fixture share a process (tests/conftest.py).
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup
+# Waiting threads sleep, for the other processes. Tests of one file share a process, because they share what they load.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
 .PHONY: setup demo test check format bench sanitize aot-oldest clean
@@ -63,7 +63,7 @@ sanitize: setup
 OLDEST_TRITON := 3.6.0
 aot-oldest: setup $(VENV)/triton-$(OLDEST_TRITON)
 	@PYTHONPATH=$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 EXPECTED_TRITON=$(OLDEST_TRITON) \
-	  $(PYTEST) tests/kernels -k "aot or launch" --ignore=tests/kernels/interpret $(ARGS)
+	  $(PYTEST) --dist worksteal tests/kernels -k "aot or launch" --ignore=tests/kernels/interpret $(ARGS)
 
 $(VENV)/triton-$(OLDEST_TRITON): $(VENV)/.tools
 	@$(PIP) --no-deps --target $@ "triton==$(OLDEST_TRITON)"

@@ -65,15 +65,6 @@ def poison_(tensor: Tensor) -> Tensor:
     return tensor.fill_(float("nan"))
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that share a module's fixture (a model, a training) in one process where there are several."""
-    for item in items:
-        definitions = item._fixtureinfo.name2fixturedefs.values()
-        if any(definition[-1].scope == "module" for definition in definitions):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that asks for ``backend`` once for each kernel its ops have (``tests/ops/test_<stem>*.py``)."""
     if "backend" in metafunc.fixturenames:
