@@ -25,7 +25,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--heads", type=Path, help="folder with Medusa heads (default: the shipped ones for smollm2)")
     parser.add_argument("--draft-nodes", type=int, metavar="T", help="for medusa: trees of T nodes, chosen anew at "
                         "each step (default: the tree.json of the heads)")  # fmt: skip
-    parser.add_argument("--adapter", type=Path, help="for kangaroo: folder with the adapter (default: as the heads)")
+    parser.add_argument("--adapter", type=Path, help="for kangaroo: folder with the adapter")
     parser.add_argument("--skips", type=Path, help="for layer-skip: what `specdec-kernels search layers` wrote "
                         "(default: as the heads)")  # fmt: skip
     parser.add_argument("--draft-model", metavar="MODEL", help="for draft-model: a smaller one of the same vocabulary")
@@ -68,14 +68,15 @@ def folder_of(option: str, args) -> Path:
     given = getattr(args, option)
     if given:
         return given
-    if args.model != PACKAGED_MODEL:
-        raise SystemExit(
-            f"no {option} are shipped for {args.model}; make some with "
-            f"`specdec-kernels {_MADE_BY[option]} --model {args.model} --out FOLDER`, then pass --{option} FOLDER"
-        )
-    if not _SHIPPED[option].exists():
+    shipped = _SHIPPED[option]
+    if args.model == PACKAGED_MODEL and shipped.exists():
+        return shipped
+    if args.model == PACKAGED_MODEL and not _EXAMPLES.exists():
         raise SystemExit(f"the shipped {option} lie in a clone of the repository (examples); pass --{option} FOLDER")
-    return _SHIPPED[option]
+    raise SystemExit(
+        f"no {option} are shipped for {args.model}; make some with "
+        f"`specdec-kernels {_MADE_BY[option]} --model {args.model} --out FOLDER`, then pass --{option} FOLDER"
+    )
 
 
 def _folder_option(name: str) -> str | None:

@@ -1,5 +1,6 @@
 """``specdec-kernels train``: train Medusa heads or a Kangaroo adapter for a causal LM, from nothing but the model."""
 
+import shlex
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 
@@ -11,7 +12,7 @@ examples:
   specdec-kernels train medusa --model FOLDER_OR_ID --device cuda --out heads/llama --data prompts.jsonl
   specdec-kernels train medusa --model FOLDER_OR_ID --device cuda --out heads/llama --joint-epochs 1
 then
-  specdec-kernels tree optimize --heads heads/smollm2 --nodes 16
+  specdec-kernels tree optimize --heads heads/smollm2 --model smollm2
 
 An interrupted run goes on when the same command is given again: generation, hidden states and training alike.
 """
@@ -121,7 +122,8 @@ def _train_medusa(args: Namespace) -> str:
         **generation_options(args),
     )  # fmt: skip
     tuned = f" (the heads belong to the tuned model, {args.out}/{'lora' if args.lora_rank else 'model'})"
-    return f"specdec-kernels tree optimize --heads {args.out} --nodes 16" + (tuned if args.joint_epochs else "")
+    measured = shlex.join(["--model", args.model, "--dtype", args.dtype, "--device", args.device])
+    return f"specdec-kernels tree optimize --heads {args.out} {measured}" + (tuned if args.joint_epochs else "")
 
 
 def _joint_options(args: Namespace):

@@ -58,6 +58,8 @@ def add_arguments(parser: ArgumentParser) -> None:
                           f"tree tried (default: {LARGEST})")  # fmt: skip
     machine = optimize.add_argument_group("the fastest tree on a machine, by what `specdec-kernels calibrate` measured")
     machine.add_argument("--calibration", type=Path, metavar="FILE|FOLDER", help="choose the size by tokens per second")
+    machine.add_argument("--model", help="measure this machine with the model, and keep it beside the heads, unless "
+                         "that was done; then as --calibration FOLDER")  # fmt: skip
     machine.add_argument("--batch-size", type=positive_int, default=1)
     machine.add_argument("--context", type=positive_int, default=256, help="tokens of each row")
     machine.add_argument("--drafter", default="medusa", help="whose drafting time counts, if it was measured")
@@ -114,12 +116,14 @@ def _convert(args: Namespace) -> None:
 def _optimize(args: Namespace) -> None:
     accuracy_file = args.accuracy if args.heads is None else args.heads / "accuracy.json"
     heads = _read_accuracies(accuracy_file)
+    if args.model is not None:
+        args.calibration = _calibrated(args)
     if args.calibration is not None:
         tree, metadata = _fastest(heads, args)
     elif args.nodes is not None:
         tree, metadata = _best(heads, args)
     else:
-        raise ValueError("give --nodes, or --calibration to let this machine decide")
+        raise ValueError("give --nodes, or --calibration or --model to let a machine decide")
     out = args.out or (args.heads / "tree.json" if args.heads is not None else None)
     if out is not None:
         source = f"tree optimize {metadata.pop('how')} from {accuracy_file.name}"
@@ -139,6 +143,26 @@ def _best(heads: list[list[float]], args: Namespace) -> tuple[DraftTree, dict[st
     rows.append(("chain", *_measures(chain, expected_tokens(chain, heads))))
     _print_table(rows)
     return tree, {"expected_tokens_per_step": tokens, "how": f"--nodes {args.nodes}"}
+
+
+def _calibrated(args: Namespace) -> Path:
+    """Return the folder of the heads, once it holds what steps cost in this setting."""
+    from ..decoding.calibration import Calibration
+    from . import calibrate
+
+    if args.heads is None:
+        raise ValueError("--model needs --heads, the folder to keep the times in")
+    try:
+        Calibration.load(args.heads, setting_of(args))
+    except (OSError, ValueError):
+        options = {"model": args.model, "out": args.heads, "dtype": args.dtype, "device": args.device,
+                   "batch-sizes": args.batch_size, "contexts": args.context, "threads": args.threads}  # fmt: skip
+        words = [w for name, value in options.items() if value is not None for w in (f"--{name}", str(value))]
+        words += ["--prepare"] if args.prepare else []
+        parser = ArgumentParser()
+        calibrate.add_arguments(parser)
+        calibrate.run(parser.parse_args(words, Namespace(argv=["calibrate", *words])))
+    return args.heads
 
 
 def _fastest(heads: list[list[float]], args: Namespace) -> tuple[DraftTree, dict[str, Any]]:

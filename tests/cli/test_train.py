@@ -1,4 +1,5 @@
 import json
+import shlex
 
 import pytest
 import torch
@@ -41,6 +42,21 @@ def test_two_commands_make_heads_and_their_tree(tiny, tmp_path, capsys):
         *("medusa_lm_head.safetensors", "config.json", "accuracy.json", "training_curve.jsonl", "tree.json"),
         "training_curve.svg",
     }
+
+
+def test_what_is_printed_as_next_gives_an_expected_speed_up(tiny, tmp_path, capsys):
+    out = tmp_path / "heads"
+    assert main(arguments(tiny, out)) == 0
+    following = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("next: specdec-kernels ")[2])
+    assert following[:2] == ["tree", "optimize"]
+    assert main([*following, "--context", "16", "--nodes", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "ms per step by nodes" in printed
+    assert "tokens/s" in printed
+    assert "x plain" in printed
+    assert DraftTree.load(out / "tree.json").num_nodes <= 8
+    assert main([*following, "--context", "16"]) == 0
+    assert "ms per step by nodes" not in capsys.readouterr().out  # it is known now
 
 
 def test_prompts_from_a_file(tiny, tmp_path):
