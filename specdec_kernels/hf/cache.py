@@ -1,5 +1,7 @@
 """A KV cache for draft trees: preallocated, each row of the batch with its own length."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,6 +148,28 @@ class TreeCache(Cache):
         states = states.transpose(1, 2)
         keys, values = self._layer(layer_idx, states, states)
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+    @contextmanager
+    def addressed_by(self, prefix_len: Tensor) -> Iterator[None]:
+        """Inside, take the lengths from a tensor alone ``(B,) int32``: nothing known on the host decides where rows go.
+
+        For steps that are recorded and replayed with other lengths. `begin_step` must precede each of them.
+        """
+        known = self._prefix_len, self._common
+        self._prefix_len, self._common, self._step = prefix_len, None, None
+        try:
+            yield
+        finally:
+            self._prefix_len, self._common = known
+
+    def begin_step(self, num_nodes: int) -> None:
+        """Check that a step has room, and count its nodes as written.
+
+        Raises:
+            ValueError: the rows do not fit.
+        """
+        self.continue_step(0)
+        self._begin_step(num_nodes)
 
     def continue_step(self, first_node: int) -> None:
         """Let the next forward write behind the first ``first_node`` nodes of the step; 0 starts the step over."""

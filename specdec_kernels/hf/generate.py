@@ -27,6 +27,7 @@ from ..decoding.stats import DecodeStats
 from ._logits import NodeLogits
 from ._options import check_options, right_padded
 from ._transcript import Transcript
+from .graphs import StepGraphs
 from .target import HFTarget
 
 
@@ -43,6 +44,7 @@ def speculative_generate(
     token_streamer: Any = None,
     stats: DecodeStats | None = None,
     budget: Budget | None = None,
+    graphs: StepGraphs | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode speculatively: what to give to ``model.generate(..., custom_generate=speculative_generate, drafter=...)``.
@@ -63,6 +65,7 @@ def speculative_generate(
             a ``custom_generate``, so it has another name here; `generate` of this module takes it as ``streamer``.
         stats: is filled in place.
         budget: limits the drafts by the rows that go on, for example ``Calibration.load(folder).budget("medusa")``.
+        graphs: records the steps of this model and replays them in later steps and calls, on a GPU.
 
     Returns:
         What ``generate`` returns: ids ``(B, P + new)``, or a `GenerateDecoderOnlyOutput`.
@@ -85,7 +88,8 @@ def speculative_generate(
     )
     max_length = stopping_criteria.max_length
     limit = max(1, (generation_config.max_length if max_length is None else max_length) - input_ids.shape[1])
-    target = HFTarget(model, len(input_ids), prompt_ids.shape[1] + limit - 1 + drafter.max_nodes)
+    capacity = prompt_ids.shape[1] + limit - 1 + drafter.max_nodes
+    target = HFTarget(model, len(input_ids), capacity, graphs=graphs)
     keeps = bool(generation_config.return_dict_in_generate)
     pad_id = _pad_id(generation_config)
     transcript = Transcript(
@@ -144,8 +148,8 @@ def generate(
         drafter: as for `speculative_generate`.
         streamer: as for ``model.generate``.
         tokenizer: needed for ``stop_strings``.
-        kwargs: everything else that ``model.generate`` takes, and ``acceptance``, ``seed``, ``stats``, ``budget`` of
-            `speculative_generate`.
+        kwargs: everything else that ``model.generate`` takes, and ``acceptance``, ``seed``, ``stats``, ``budget``,
+            ``graphs`` of `speculative_generate`.
 
     Returns:
         What ``model.generate`` returns.

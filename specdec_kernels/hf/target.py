@@ -14,6 +14,7 @@ from . import _compat
 from .attention import IMPLEMENTATION, TreeState
 from .cache import TreeCache
 from .families import check_supported
+from .graphs import StepGraphs, StepKey
 from .layers import LayerRunner
 from .prepare import has_independent_rows
 
@@ -46,6 +47,7 @@ class HFTarget:
         batch_size: ``B``.
         capacity: rows of the cache for each sequence: the prompt, all new tokens, and the nodes of the last draft.
         dtype: of the cache; that of the keys when None.
+        graphs: records the steps of this model; gives the cache, too.
 
     Raises:
         NotImplementedError: the model is not supported; says why.
@@ -59,14 +61,26 @@ class HFTarget:
         (torch.Size([1, 1]), [3])
     """
 
-    def __init__(self, model: PreTrainedModel, batch_size: int, capacity: int, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch_size: int,
+        capacity: int,
+        dtype: torch.dtype | None = None,
+        graphs: StepGraphs | None = None,
+    ):
         check_supported(model, capacity)
         self.model = model
         self.capacity = capacity
         self._pairs = model.device.type == "cpu" and model.dtype in _PAIRED_DTYPES and not has_independent_rows(model)
         # A twin needs a row of the cache, too.
         rows = capacity + int(self._pairs)
-        self.cache = TreeCache(model.config.num_hidden_layers, batch_size, rows, device=model.device, dtype=dtype)
+        self._graphs = graphs
+
+        def make_cache(rows: int) -> TreeCache:
+            return TreeCache(model.config.num_hidden_layers, batch_size, rows, device=model.device, dtype=dtype)
+
+        self.cache = make_cache(rows) if graphs is None else graphs.cache(make_cache, batch_size, rows)
         self._cache_argument = _compat.cache_argument(model)
         self._configs = _compat.attention_configs(model)
         self._projection = model.get_output_embeddings()
@@ -172,6 +186,8 @@ class HFTarget:
             RuntimeError: the model is in training mode.
         """
         self._check_nodes("forward", ids, depths)
+        if self._graphs is not None and self._rows is None and ids.shape[1] in self._graphs.sizes:
+            return self._recorded(self._graphs, ids, tree_mask, depths)
         return self._spread(self._run(self._picked(ids), self._picked(tree_mask), self._picked(depths)))
 
     def run_layers(
@@ -280,6 +296,19 @@ class HFTarget:
         ):
             logits = self.model(**arguments).logits
         return TargetOutput(logits[:, : seen[0].shape[1]], seen[0])
+
+    def _recorded(self, graphs: StepGraphs, ids: Tensor, tree_mask: Tensor, depths: Tensor) -> TargetOutput:
+        """Run a step through its recording."""
+        cache, (batch, num_nodes) = self.cache, ids.shape
+        cache.begin_step(num_nodes)
+
+        def step(ids: Tensor, tree_mask: Tensor, depths: Tensor, prefix_len: Tensor) -> tuple[Tensor, ...]:
+            with cache.addressed_by(prefix_len):
+                return self._run(ids, tree_mask, depths)[:2]  # type: ignore[return-value]
+
+        key = StepKey(num_nodes, cache.capacity, batch, len(tree_mask))
+        inputs = ids, tree_mask, depths.expand(len(tree_mask), -1), cache.prefix_len
+        return TargetOutput(*graphs.run(key, step, inputs))
 
     def _picked(self, values: Tensor) -> Tensor:
         """Return the rows that run, of ``values (B or 1, …)``."""
