@@ -37,6 +37,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--nodes", type=positive_int, nargs="+", help="default: 12 numbers from 1 to 128")
     parser.add_argument("--max-rows", type=positive_int, default=512, help="leave out steps of more nodes, all rows "
                         "together")  # fmt: skip
+    parser.add_argument("--max-tokens", type=positive_int, default=8192, help="leave out contexts of more tokens, all "
+                        "rows together")  # fmt: skip
     parser.add_argument("--repeats", type=positive_int, default=7, help="medians of so many")
     parser.add_argument("--keep-steps", action="store_true", help="measure drafters only; the steps were measured")
     parser.add_argument("--drafter", nargs="*", choices=_drafters.NAMES, default=[], metavar="NAME",
@@ -69,6 +71,7 @@ def run(args: Namespace) -> int:
             batch_sizes=args.batch_sizes,
             context_lens=args.contexts,
             max_rows=args.max_rows,
+            max_tokens=args.max_tokens,
             repeats=args.repeats,
         )
         command = shlex.join(["specdec-kernels", *(Path(a).name if "/" in a else a for a in args.argv)])

@@ -70,6 +70,7 @@ def measure_steps(
     batch_sizes: Iterable[int] = (1,),
     context_lens: Iterable[int] = (256,),
     max_rows: int = 512,
+    max_tokens: int = 8192,
     repeats: int = 7,
 ) -> CostTable:
     """Measure what a step of a model takes, for every batch size, context and number of nodes.
@@ -80,10 +81,12 @@ def measure_steps(
         batch_sizes, context_lens: of the steps.
         max_rows: steps of more rows, ``B · T``, are left out, but never the two smallest of a batch size. The table
             draws lines between what was measured, and goes on with the last of them.
+        max_tokens: batches of more tokens, ``B · context``, are left out, but never the smallest context.
         repeats: medians of so many.
     """
     points = []
-    cells = [(batch, context) for batch in sorted(batch_sizes) for context in sorted(context_lens)]
+    contexts = sorted(context_lens)
+    cells = [(b, c) for b in sorted(batch_sizes) for c in contexts if c == contexts[0] or b * c <= max_tokens]
     for batch, context in tqdm(cells, desc="timing steps", unit="size"):
         sizes = sorted(set(nodes))
         sizes = [n for i, n in enumerate(sizes) if i < 2 or batch * n <= max_rows]

@@ -28,6 +28,9 @@ def test_every_size_is_measured_but_those_with_too_many_rows(model, monkeypatch)
     ]
     table = measure_steps(model, nodes=(4, 8, 16), batch_sizes=(8,), context_lens=(3,), max_rows=16, repeats=1)
     assert [point.num_nodes for point in table.points] == [4, 8]
+    options = {"nodes": (1,), "batch_sizes": (1, 3, 9), "context_lens": (4, 8), "repeats": 1}
+    table = measure_steps(model, max_tokens=24, **options)
+    assert [point[:2] for point in table.points] == [(1, 4), (1, 8), (3, 4), (3, 8), (9, 4)]
 
 
 def test_a_probe_runs_steps_of_any_size_and_commits_nothing(model, monkeypatch):
