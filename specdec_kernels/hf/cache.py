@@ -60,6 +60,8 @@ class TreeCache(Cache):
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
         self._reserved: list[Tensor] = []
         self._step: int | None = None
+        self._prefix_len: Tensor
+        self._common: int | None
         self.reset()
 
     def reset(self) -> None:
@@ -155,7 +157,7 @@ class TreeCache(Cache):
 
         For steps that are recorded and replayed with other lengths. `begin_step` must precede each of them.
         """
-        known = self._prefix_len, self._common
+        known: tuple[Tensor, int | None] = (self._prefix_len, self._common)
         self._prefix_len, self._common, self._step = prefix_len, None, None
         try:
             yield

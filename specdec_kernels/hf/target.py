@@ -304,7 +304,7 @@ class HFTarget:
 
         def step(ids: Tensor, tree_mask: Tensor, depths: Tensor, prefix_len: Tensor) -> tuple[Tensor, ...]:
             with cache.addressed_by(prefix_len):
-                return self._run(ids, tree_mask, depths)[:2]  # type: ignore[return-value]
+                return self._run(ids, tree_mask, depths)[:2]
 
         key = StepKey(num_nodes, cache.capacity, batch, len(tree_mask))
         inputs = ids, tree_mask, depths.expand(len(tree_mask), -1), cache.prefix_len
