@@ -124,11 +124,7 @@ def speculative_generate(
         token_streamer.end()
     if not keeps:
         return transcript.sequences
-    parts: dict[str, Any] = {
-        "sequences": transcript.sequences,
-        "scores": transcript.scores,
-        "logits": transcript.logits,
-    }
+    parts: dict[str, Any] = {name: getattr(transcript, name) for name in ("sequences", "scores", "logits")}
     return GenerateDecoderOnlyOutput(**parts)
 
 
