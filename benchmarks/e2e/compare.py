@@ -42,6 +42,7 @@ from benchmarks.machine import describe_machine
 from specdec_kernels.cli import _drafters
 from specdec_kernels.hf.load import PACKAGED_MODEL, load_tokenizer
 
+RARE_PROMPTS = 3
 # The same weights give the same first tokens where the model is sure of them; later ones may be near-ties.
 GATE_PROMPT, GATE_TOKENS, WARM_UP_TOKENS = "What is the capital of France?", 4, 16
 
@@ -166,7 +167,8 @@ def run_all(args, workers: dict[str, WorkerProcess], tokenizer, questions: list[
         if args.seconds is not None and time.monotonic() - began > args.seconds:
             print(f"stopped after {args.seconds:g} s; go on with --resume")
             break
-        new = compare_batch(workers, encode(tokenizer, [q["turns"][0] for q in batch]), batch, args)
+        asked = {name: worker for name, worker in workers.items() if start < RARE_PROMPTS or name not in args.rarely}
+        new = compare_batch(asked, encode(tokenizer, [q["turns"][0] for q in batch]), batch, args)
         rows = [*rows, *new]
         print(f"{start + len(batch):3}/{len(questions)}  {report.progress(new)}", flush=True)
     return rows
@@ -221,6 +223,10 @@ def arguments() -> argparse.Namespace:
         metavar="NAME",
         help=f"some of {', '.join(PROVIDERS)} (default: all)",
     )
+    parser.add_argument(
+        "--rarely", nargs="+", choices=tuple(PROVIDERS), default=[], metavar="NAME",
+        help=f"ask these slow ones for the first {RARE_PROMPTS} prompts only",
+    )  # fmt: skip
     parser.add_argument("--prepare", action="store_true", help="ours decode with a prepared model")
     parser.add_argument("--model", default=PACKAGED_MODEL)
     _drafters.add_arguments(parser)
