@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import os
 import random
-import re
 import sys
 import tempfile
 import time
@@ -35,14 +34,14 @@ from benchmarks.e2e.catalogue import OURS, PEERS, PROVIDERS
 from benchmarks.e2e.peers import environment
 from benchmarks.e2e.processes import WorkerProcess
 from benchmarks.e2e.prompts import OWN_PROMPTS, encode, read_prompts
-from benchmarks.e2e.rows import Row, Run, read_run, write_run
+from benchmarks.e2e.rows import Row, Run, read_run, without_folders, write_run
 from benchmarks.e2e.weights import GGUF_FILE, MODEL_FOLDER, write_folder, write_gguf
 from benchmarks.harness import RESULTS
 from benchmarks.machine import describe_machine
 from specdec_kernels.cli import _drafters
 from specdec_kernels.hf.load import PACKAGED_MODEL, load_tokenizer
 
-RARE_PROMPTS = 3
+RARE_PROMPTS = 2
 # The same weights give the same first tokens where the model is sure of them; later ones may be near-ties.
 GATE_PROMPT, GATE_TOKENS, WARM_UP_TOKENS = "What is the capital of France?", 4, 16
 
@@ -54,14 +53,23 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 
 def compare_batch(
-    workers: dict[str, WorkerProcess], prompts: list[list[int]], questions: list[dict], args
+    workers: dict[str, WorkerProcess], prompts: list[list[int]], questions: list[dict], args, absent: dict[str, str]
 ) -> list[Row]:
-    """Decode a batch with every provider, in a new order each time; return a `Row` for each provider and question."""
+    """Decode a batch with every provider, in a new order each time; return a `Row` for each provider and question.
+
+    Who fails goes to ``absent``, with the reason.
+    """
     request = {"prompts": prompts, "max_new_tokens": args.max_new_tokens}
-    answers = {name: workers[name].ask(request) for name in random.sample(list(workers), len(workers))}
+    answers = {}
+    for name in random.sample(list(workers), len(workers)):
+        try:
+            answers[name] = workers[name].ask(request)
+        except RuntimeError as error:
+            absent[name] = f"failed at question {questions[0]['question_id']}: {error}"
+            print(f"without {name} from here on: {error}", flush=True)
     texts = {name: answer.pop("texts") for name, answer in answers.items()}
     rows = []
-    for name in workers:
+    for name in (name for name in workers if name in answers):
         measured = {**answers[name], **({"seconds": None, "peak_bytes": None} if args.texts_only else {})}
         total = sum(map(len, texts[name]))
         standards = {s: texts[s] for s in ("generate", PROVIDERS[name].standard) if s in texts and s != name}
@@ -70,7 +78,7 @@ def compare_batch(
             where = {standard: first_difference(text, other[index]) for standard, other in standards.items()}
             about = (question["question_id"], question["task"], name)
             rows.append(Row(*about, len(text), total, differs_from=where, **measured))
-    if args.gaps and "generate" in workers:
+    if args.gaps and "generate" in answers:
         _measure_gaps(workers["generate"], prompts, rows, texts)
     return rows
 
@@ -126,7 +134,8 @@ def started(args, folder: Path, shared: dict[str, Any], log) -> Iterator[tuple[d
                 python = args.peer_python.get(PROVIDERS[name].peer or "", sys.executable)
                 variables = environment(PROVIDERS[name].peer or "", python, torch.get_num_threads())
                 try:
-                    workers[name] = WorkerProcess(python, settings_of(name, args, folder, shared), variables, log)
+                    settings = settings_of(name, args, folder, shared)
+                    workers[name] = WorkerProcess(python, settings, variables, log, args.load_seconds)
                     print(f"loaded {name} {workers[name].notes or ''}", flush=True)
                 except RuntimeError as error:
                     reason = str(error)
@@ -157,7 +166,7 @@ def warm_up(workers: dict[str, WorkerProcess], prompts: list[list[int]], absent:
         print(f"without {name}: {absent[name]}", flush=True)
 
 
-def run_all(args, workers: dict[str, WorkerProcess], tokenizer, questions: list[dict], rows: list[Row]) -> list[Row]:
+def run_all(args, workers: dict[str, WorkerProcess], tokenizer, questions: list, rows: list[Row], absent: dict):
     """Compare every batch that is not among ``rows``; print a line for each, return all."""
     done, began = {row.question_id for row in rows}, time.monotonic()
     for start in range(0, len(questions), args.batch_size):
@@ -167,8 +176,9 @@ def run_all(args, workers: dict[str, WorkerProcess], tokenizer, questions: list[
         if args.seconds is not None and time.monotonic() - began > args.seconds:
             print(f"stopped after {args.seconds:g} s; go on with --resume")
             break
-        asked = {name: worker for name, worker in workers.items() if start < RARE_PROMPTS or name not in args.rarely}
-        new = compare_batch(asked, encode(tokenizer, [q["turns"][0] for q in batch]), batch, args)
+        left_out = {*absent, *(args.rarely if start >= RARE_PROMPTS else ())}
+        asked = {name: worker for name, worker in workers.items() if name not in left_out}
+        new = compare_batch(asked, encode(tokenizer, [q["turns"][0] for q in batch]), batch, args, absent)
         rows = [*rows, *new]
         print(f"{start + len(batch):3}/{len(questions)}  {report.progress(new)}", flush=True)
     return rows
@@ -182,9 +192,9 @@ def kept(rows: list[Row], dtype: str) -> bool:
 
 def result_file(args) -> Path:
     """Return this machine's result file of such a run."""
-    kind = "texts" if args.texts_only else "e2e"
+    parts = ["texts" if args.texts_only else "e2e", *([args.label] if args.label else []), args.dtype]
     folder = RESULTS / describe_machine(torch.device("cpu")).slug
-    return folder / f"{kind}_{args.dtype}_b{args.batch_size}.jsonl"
+    return folder / f"{'_'.join(parts)}_b{args.batch_size}.jsonl"
 
 
 def run_head(args, workers: dict[str, WorkerProcess], absent: dict[str, str]) -> dict[str, Any]:
@@ -200,11 +210,6 @@ def run_head(args, workers: dict[str, WorkerProcess], absent: dict[str, str]) ->
         "notes": {name: worker.notes for name, worker in workers.items() if worker.notes},
         "absent": {name: without_folders(reason) for name, reason in absent.items()},
     }
-
-
-def without_folders(text: str) -> str:
-    """Return a text with only the last part of each path in it: the others are this machine's own."""
-    return re.sub(r"(?<![\w.])(?:~|\.{1,2})?/(?:[^\s/;,:]+/)*", "", text)
 
 
 def arguments() -> argparse.Namespace:
@@ -240,6 +245,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--wait", action="store_true", help="wait for Enter when everything is loaded")
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="for what the providers' libraries print")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<device>/e2e_*.jsonl and its SVG")
+    parser.add_argument("--label", help="a word for the name of the result file")
+    parser.add_argument("--load-seconds", type=float, help="leave out who takes longer to load")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the result file, run the others")
     parser.add_argument("--seconds", type=float, help="begin no batch after so long")
     args = parser.parse_args()
@@ -284,7 +291,8 @@ def main() -> int:
             if args.wait:
                 input("loaded; Enter starts the run\n")
             rows = read_run(result_file(args)).rows if args.resume and result_file(args).exists() else []
-            run = Run(run_head(args, workers, absent), run_all(args, workers, tokenizer, questions, rows))
+            rows = run_all(args, workers, tokenizer, questions, rows, absent)
+            run = Run(run_head(args, workers, absent), rows)
     print("\n" + "\n".join(report.table(run)))
     if args.save:
         write_run(result_file(args), run)

@@ -15,6 +15,8 @@ from benchmarks.e2e.worker import Decoded, Provider
 
 # As in `providers.OPTIONS` and in our own lookup; a library with another default of its own keeps that one.
 LOOKUP_DRAFTS = 10
+# Drafts behind the last token need room.
+SPARE_CONTEXT = 64
 EXIT_LAYER = 8
 
 
@@ -26,10 +28,12 @@ def llama_cpp(settings: SimpleNamespace) -> Provider:
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_DRAFTS) if settings.name.endswith("lookup") else None
     model = Llama(
         settings.gguf,
-        n_ctx=settings.max_length + LOOKUP_DRAFTS,
+        n_ctx=settings.max_length + SPARE_CONTEXT,
         n_threads=settings.threads,
         n_threads_batch=settings.threads,
         draft_model=lookup,
+        # It keeps room for the logits of 512 positions otherwise, while its lookup writes those of all.
+        logits_all=lookup is not None,
         verbose=False,
     )
     evaluate, calls = model.eval, []
@@ -62,7 +66,7 @@ def vllm(settings: SimpleNamespace) -> Provider:
     model = LLM(
         settings.folder,
         dtype=settings.dtype,
-        max_model_len=settings.max_length + LOOKUP_DRAFTS,
+        max_model_len=settings.max_length + SPARE_CONTEXT,
         max_num_seqs=1,
         # What inductor makes of it (0.32.0 with torch 2.13) decodes another text from the first token on.
         enforce_eager=True,

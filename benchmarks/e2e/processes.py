@@ -5,6 +5,7 @@ A stopped process has no threads that spin, so providers that are kept loaded do
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,12 +23,20 @@ class WorkerProcess:
         settings: what `worker.serve` and the provider's loader read.
         environment: variables for that process.
         log: where it writes whatever its libraries print.
+        load_s: how long loading may take.
 
     Raises:
         RuntimeError: it could not be started, or it ended; the message has its own words.
     """
 
-    def __init__(self, python: str, settings: dict[str, Any], environment: dict[str, str], log: IO[str]) -> None:
+    def __init__(
+        self,
+        python: str,
+        settings: dict[str, Any],
+        environment: dict[str, str],
+        log: IO[str],
+        load_s: float | None = None,
+    ) -> None:
         command = [python, "-m", "benchmarks.e2e.worker"]
         try:
             self._process = subprocess.Popen(
@@ -41,9 +50,9 @@ class WorkerProcess:
             )
         except OSError as error:
             raise RuntimeError(f"{python}: {error.strerror}") from error
-        self.notes: dict[str, Any] = self.ask(settings)["notes"]
+        self.notes: dict[str, Any] = self.ask(settings, load_s)["notes"]
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], limit_s: float | None = None) -> dict[str, Any]:
         """Wake the process, send a request, wait for its answer, and stop the process again."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -53,6 +62,9 @@ class WorkerProcess:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise RuntimeError("its process has ended") from None
+        if limit_s is not None and not select.select([self._process.stdout], [], [], limit_s)[0]:
+            self.close()
+            raise RuntimeError(f"not done within {limit_s:g} s")
         line = self._process.stdout.readline()
         answer = json.loads(line) if line else {"error": f"its process has ended with {self._process.wait()}"}
         if "error" in answer:

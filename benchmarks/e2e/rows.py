@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -76,6 +77,11 @@ def percentile(values: list[float], share: float) -> float:
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def without_folders(text: str) -> str:
+    """Return a text with only the last part of each path in it: the others are this machine's own."""
+    return re.sub(r"(?<![\w.])(?:~|\.{1,2})?/(?:[^\s/;,:]+/)*", "", text)
 
 
 def read_run(path: Path) -> Run:

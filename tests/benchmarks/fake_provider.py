@@ -1,5 +1,6 @@
 """Loaders for `benchmarks.e2e.worker` that need no model: a text continues its prompt by counting."""
 
+import time
 from types import SimpleNamespace
 
 from benchmarks.e2e.worker import Decoded, Provider
@@ -23,3 +24,8 @@ def failing(settings: SimpleNamespace) -> Provider:
 
 def crashing(settings: SimpleNamespace) -> Provider:
     raise SystemExit(3)
+
+
+def sleeping(settings: SimpleNamespace) -> Provider:
+    time.sleep(60)
+    raise AssertionError("nobody waits so long")

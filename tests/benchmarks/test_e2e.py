@@ -7,8 +7,10 @@ import pytest
 
 from benchmarks.e2e import compare, report
 from benchmarks.e2e.prompts import read_prompts
-from benchmarks.e2e.rows import Row, Run, percentile, read_run, write_run
+from benchmarks.e2e.rows import Row, Run, percentile, read_run, without_folders, write_run
+from benchmarks.harness import RESULTS
 
+PUBLISHED = RESULTS / "amd-epyc" / "e2e_everybody_bfloat16_b1.jsonl"
 HEAD = {
     "machine": {"model": "Some CPU", "threads": 2},
     "command": "python -m benchmarks.e2e.compare",
@@ -53,7 +55,7 @@ def test_first_difference() -> None:
 
 def test_every_text_is_held_against_generate_and_its_own_plain_text() -> None:
     workers = {"generate": FakeWorker([1, 2, 3]), "plain": FakeWorker([1, 2, 4]), "ngram": FakeWorker([1, 2, 4])}
-    rows = compare.compare_batch(workers, [[0]], [{"question_id": 3, "task": "qa"}], options())
+    rows = compare.compare_batch(workers, [[0]], [{"question_id": 3, "task": "qa"}], options(), {})
     assert {r.provider: r.differs_from for r in rows} == {
         "generate": {},
         "plain": {"generate": 2},
@@ -64,17 +66,24 @@ def test_every_text_is_held_against_generate_and_its_own_plain_text() -> None:
     assert not compare.kept(rows, "float32")
 
 
+def test_who_fails_on_the_way_is_left_out_from_there_on() -> None:
+    workers, absent = {"generate": FakeWorker([1]), "vllm": FakeWorker()}, {}
+    rows = compare.compare_batch(workers, [[0]], [{"question_id": 3, "task": "qa"}], options(), absent)
+    assert [r.provider for r in rows] == ["generate"]
+    assert absent == {"vllm": "failed at question 3: out of memory"}
+
+
 def test_gaps_are_asked_for_where_a_text_leaves_generate() -> None:
     workers = {"generate": FakeWorker([1, 2], [1, 2]), "plain": FakeWorker([1, 2], [1, 5])}
     questions = [{"question_id": i, "task": "qa"} for i in (0, 1)]
-    rows = compare.compare_batch(workers, [[0], [0]], questions, options(gaps=True))
+    rows = compare.compare_batch(workers, [[0], [0]], questions, options(gaps=True), {})
     assert [r.gap_ulp for r in rows] == [None, None, None, 1.0]
     assert "1 are near-ties" in report.table(Run(HEAD, rows))[-1]
 
 
 def test_untimed_runs_have_no_times() -> None:
     rows = compare.compare_batch(
-        {"generate": FakeWorker([1])}, [[0]], [{"question_id": 0, "task": "qa"}], options(texts_only=True)
+        {"generate": FakeWorker([1])}, [[0]], [{"question_id": 0, "task": "qa"}], options(texts_only=True), {}
     )
     assert rows[0].seconds is None
     assert rows[0].peak_bytes is None
@@ -115,8 +124,8 @@ def test_says_beforehand_who_cannot_take_part(name, batch_size, reason) -> None:
 
 
 def test_no_path_of_the_machine_is_written() -> None:
-    assert compare.without_folders("no heads at /some/where/heads; 3/4 are") == "no heads at heads; 3/4 are"
-    assert compare.without_folders("vllm=/opt/x/bin/python") == "vllm=python"
+    assert without_folders("no heads at /some/where/heads; 3/4 are") == "no heads at heads; 3/4 are"
+    assert without_folders("vllm=/opt/x/bin/python") == "vllm=python"
 
 
 def test_a_limit_takes_from_every_kind_of_task(tmp_path) -> None:
@@ -174,3 +183,13 @@ def test_filled_replaces_marked_blocks_only() -> None:
     page = report.filled("before\n<!-- e2e -->\nold\n<!-- /e2e -->\nafter\n", run)
     assert page == "\n".join(["before", "<!-- e2e -->", "", *report.markdown(run), "", "<!-- /e2e -->", "after", ""])
     assert report.filled(page, run) == page
+
+
+def test_the_documentation_has_the_figures_of_the_result_file() -> None:
+    run = read_run(PUBLISHED)
+    pages = report.pages()
+    assert "README.md" in [page.name for page in pages]
+    for page in pages:
+        assert page.read_text() == report.filled(page.read_text(), run), (
+            f"rewrite {page.name} with benchmarks.e2e.report"
+        )

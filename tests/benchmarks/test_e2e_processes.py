@@ -78,6 +78,12 @@ def test_says_why_a_provider_cannot_load(loader, message, log) -> None:
         start(loader, log)
 
 
+def test_gives_up_on_a_provider_that_loads_for_ever(log) -> None:
+    told = {"module": "tests.benchmarks.fake_provider", "loader": "sleeping", "packages": []}
+    with pytest.raises(RuntimeError, match=r"not done within 0\.1 s"):
+        WorkerProcess(sys.executable, told, {}, log, load_s=0.1)
+
+
 def test_says_that_there_is_no_such_interpreter(log) -> None:
     with pytest.raises(RuntimeError, match="nowhere/python"):
         WorkerProcess("nowhere/python", {}, {}, log)
