@@ -271,7 +271,7 @@ def _generate_share(
 
 
 def _faster(model):
-    """Pack the weights where this machine and the model's family allow it."""
+    """Prepare the model where this machine and its family allow it."""
     if model.device.type == "cpu" and model.dtype == torch.bfloat16:
         with contextlib.suppress(NotImplementedError, RuntimeError):
             return prepare(model)

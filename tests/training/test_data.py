@@ -5,8 +5,9 @@ import shutil
 import pytest
 import torch
 
+from specdec_kernels._native import load_errors
 from specdec_kernels.hf.load import load_model, load_tokenizer
-from specdec_kernels.hf.prepare import PreparedLinear
+from specdec_kernels.hf.prepare import is_prepared
 from specdec_kernels.training import data
 from specdec_kernels.training.data import (
     GenerationOptions,
@@ -159,7 +160,7 @@ def test_enough_text_is_not_extended(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bf16_texts_are_written_with_packed_weights(tiny, tmp_path, monkeypatch, dtype):
+def test_bf16_texts_are_written_by_a_prepared_model(tiny, tmp_path, monkeypatch, dtype):
     models = []
 
     class Watched(data.BatchedWriter):
@@ -170,8 +171,7 @@ def test_bf16_texts_are_written_with_packed_weights(tiny, tmp_path, monkeypatch,
     monkeypatch.setattr(data, "BatchedWriter", Watched)
     found = generate_conversations(tmp_path, options(tiny, dtype=dtype), num_tokens=40, num_slots=2)
     assert sum(len(c.answer) for c in found) >= 40
-    packed = any(isinstance(module, PreparedLinear) for module in models[0].modules())
-    assert packed == (dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    assert is_prepared(models[0]) == (dtype == "bfloat16" and load_errors["_C"] is None)
 
 
 @pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
