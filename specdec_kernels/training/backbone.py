@@ -33,7 +33,7 @@ class JointOptions:
     weight: float = 0.2
     head_rate: float = 4.0
     lora_rank: int = 8
-    lora_alpha: float = 16.0
+    lora_alpha: int = 16
     self_distillation: bool = True
 
 
