@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from specdec_kernels.cli._drafters import SHIPPED_HEADS, SHIPPED_SKIPS
+from specdec_kernels.cli._drafters import SHIPPED_ADAPTER, SHIPPED_HEADS, SHIPPED_SKIPS
 from specdec_kernels.decoding import DecodeStats
 from specdec_kernels.decoding.drafters import (
     DraftModelDrafter,
@@ -132,6 +132,7 @@ DRAFTERS = {
     "medusa": lambda model: MedusaDrafter.from_pretrained(SHIPPED_HEADS, model),
     "ngram": lambda model: NGramDrafter(max_drafts=10),
     "medusa+ngram": lambda model: MergedDrafter(DRAFTERS["medusa"](model), NGramDrafter(num_branches=2), max_nodes=24),
+    "kangaroo": lambda model: KangarooDrafter.from_pretrained(SHIPPED_ADAPTER, model),
     "layer-skip": lambda model: LayerSkipDrafter.from_pretrained(SHIPPED_SKIPS),
     "itself": lambda model: DraftModelDrafter(partial(HFTarget, model), exit_rule=ExitRule(0.0, target_rate=None)),
 }
