@@ -22,7 +22,7 @@ class Plan:
     min_split_len: int
     target_programs: int
     precision: str  # of tl.dot
-    block_d: int
+    block_d: int  # dims of q and k that are multiplied at a time: all, unless the tile says fewer
     block_dv: int
     v_dim: int
     compile_options: dict  # num_warps, num_stages, and maxnreg where ptxas needs to be told
@@ -72,7 +72,8 @@ def choose_plan(
     options = {n: tile[n] for n in ("num_warps", "num_stages", "maxnreg") if n in tile} | MERGE_OPTIONS
     rows = min(num_rows, tile["block_m"])
     min_split_len = max(tile["block_n"], _worthwhile_len(rows, head_dim, v_dim, cache_dtype.itemsize))
-    blocks = _common.block(head_dim), _common.block(v_dim)
+    block_d, block_dv = _common.block(head_dim), _common.block(v_dim)
+    blocks = min(block_d, tile.get("block_d", block_d)), block_dv
     limits = min_split_len, device.num_multiprocessors
     return Plan(tile["block_m"], tile["block_n"], *limits, precision, *blocks, v_dim, options)
 

@@ -89,10 +89,10 @@ def locate(table_ptr, start, rows, end, PAGE: tl.constexpr, BLOCK_N: tl.constexp
 
 @triton.jit
 def load_rows(ptr, offsets, dims, rows_ok, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load a (rows, BLOCK_D) tile; zero where a row is not wanted, or beyond the head dim."""
+    """Load a (rows, BLOCK_D) tile, ``dims`` of each row; zero where a row is not wanted, or beyond the head dim."""
     ptrs = ptr + offsets[:, None] + dims[None, :]
     if rows_ok is None:
-        if D == BLOCK_D:
+        if D % BLOCK_D == 0:
             return tl.load(ptrs)
         else:
             return tl.load(ptrs, mask=(dims < D)[None, :], other=0.0)
@@ -123,14 +123,37 @@ def tanh(x):
 
 
 @triton.jit
-def scores_of(q, k, scale, softcap, PRECISION: tl.constexpr):
+def dots_of(
+    q,
+    k,
+    q_ptr,
+    q_offsets,
+    rows_ok,
+    k_ptr,
+    k_offsets,
+    keys_ok,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return q · k for a tile. ``q`` and ``k`` are its first BLOCK_D dims; where D is more, the others are read."""
+    dots = tl.dot(q, tl.trans(cached(k, q.dtype)), input_precision=PRECISION)
+    for first in tl.range(BLOCK_D, D, BLOCK_D):
+        dims = first + tl.arange(0, BLOCK_D)
+        more_q = load_rows(q_ptr, q_offsets, dims, rows_ok, D, BLOCK_D)
+        more_k = load_rows(k_ptr, k_offsets, dims, keys_ok, D, BLOCK_D)
+        dots = tl.dot(more_q, tl.trans(cached(more_k, q.dtype)), dots, input_precision=PRECISION)
+    return dots
+
+
+@triton.jit
+def scores_of(dots, scale, softcap):
     """Return the scores of a tile in units of ln 2, so that exp2 serves."""
     log2_e: tl.constexpr = 1.4426950408889634
-    scores = tl.dot(q, tl.trans(cached(k, q.dtype)), input_precision=PRECISION)
     if softcap is None:
-        return scores * (scale * log2_e)
+        return dots * (scale * log2_e)
     else:
-        return tanh(scores * (scale / softcap)) * (softcap * log2_e)
+        return tanh(dots * (scale / softcap)) * (softcap * log2_e)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from ._attention_plan import MERGE_OPTIONS, Plan, choose_plan, geometry
 from ._attention_tiles import (
     accumulate,
     depths,
+    dots_of,
     load_rows,
     load_sinks,
     locate,
@@ -77,7 +78,7 @@ def _tree_attention_kernel(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # dims of q and k at a time
     BLOCK_DV: tl.constexpr,
 ):
     num_row_tiles = tl.cdiv(num_nodes * group_size, BLOCK_M)
@@ -124,9 +125,11 @@ def _tree_attention_kernel(
         plain_start = tl.minimum(tl.maximum(plain_start, start), plain_end)
     for tile in tl.range((plain_end - plain_start) // BLOCK_N):
         page, row = locate(table_ptr, plain_start + tile * BLOCK_N, cols, end, PAGE, BLOCK_N)
-        k = load_rows(k_ptr, page * stride_k_b + row * stride_k_s, dims, None, D, BLOCK_D)
+        k_offsets = page * stride_k_b + row * stride_k_s
+        k = load_rows(k_ptr, k_offsets, dims, None, D, BLOCK_D)
         v = load_rows(v_ptr, page * stride_v_b + row * stride_v_s, v_dims, None, DV, BLOCK_DV)
-        scores = scores_of(q, k, scale, softcap, PRECISION)
+        dots = dots_of(q, k, q_ptr, q_offsets, row_ok, k_ptr, k_offsets, None, D, BLOCK_D, PRECISION)
+        scores = scores_of(dots, scale, softcap)
         acc, total, peak = accumulate(acc, total, peak, scores, v, q.dtype, PRECISION)
 
     num_edge = (plain_start - start) // BLOCK_N
@@ -146,8 +149,10 @@ def _tree_attention_kernel(
                 key_ok &= key_positions > prefix_len - window
                 visible &= positions[:, None] - key_positions[None, :] < window
             page, row = locate(table_ptr, key, cols, end, PAGE, BLOCK_N)
-            k = load_rows(k_ptr, page * stride_k_b + row * stride_k_s, dims, key_ok, D, BLOCK_D)
-            scores = tl.where(visible, scores_of(q, k, scale, softcap, PRECISION), float("-inf"))
+            k_offsets = page * stride_k_b + row * stride_k_s
+            k = load_rows(k_ptr, k_offsets, dims, key_ok, D, BLOCK_D)
+            dots = dots_of(q, k, q_ptr, q_offsets, row_ok, k_ptr, k_offsets, key_ok, D, BLOCK_D, PRECISION)
+            scores = tl.where(visible, scores_of(dots, scale, softcap), float("-inf"))
             v = load_rows(v_ptr, page * stride_v_b + row * stride_v_s, v_dims, key_ok, DV, BLOCK_DV)
             acc, total, peak = accumulate(acc, total, peak, scores, v, q.dtype, PRECISION)
 

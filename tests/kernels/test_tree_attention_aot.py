@@ -51,6 +51,7 @@ SOMEWHERE = [
     ("sm_100", case(cache="int8", rows=16)),
     ("gfx942", case(cache="fp8", rows=16)),
     ("sm_80", case(dtype="fp32", cache="fp32")),
+    ("sm_80", case(dtype="fp32", cache="fp32", dims=(256, 256), with_options=False)),  # the fullest of these
     ("sm_90", case(dtype="fp32", cache="fp32")),
     ("sm_90", case(dtype="tf32", cache="tf32")),
 ]

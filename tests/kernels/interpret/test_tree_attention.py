@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from specdec_kernels.kernels import _common
-from specdec_kernels.kernels.tree_attention import paged_tree_attention_triton, tree_attention_triton
+from specdec_kernels.kernels.tree_attention import _plan, paged_tree_attention_triton, tree_attention_triton
 from specdec_kernels.reference.tree_attention import tree_attention_ref
 from specdec_kernels.tree import pack_mask
+from tests.kernels.meter import measure
 from tests.kernels.pairwise import pairwise
 from tests.ops.attention_cases import Case, chain, check, int32, make_case
 
@@ -69,6 +70,16 @@ def test_matches_exact(o: dict, monkeypatch) -> None:
 def test_tiles(nodes, heads, dims) -> None:
     case = make_case(2, (70, 5), nodes, heads, dims, BF16, trees=2)
     check(case, attend(case))
+
+
+@pytest.mark.parametrize("dims", [(256, 256), (200, 256), (192, 40), (130, 1), (48, 256)])
+@pytest.mark.parametrize("page", [0, 4], ids=["contiguous", "paged"])
+def test_fp32_takes_many_dims_in_pieces(page, dims) -> None:
+    """Each dim once, none of a neighbour: 256 are four pieces of 64, of 200 and 130 the last is not whole."""
+    case = make_case(2, (35, 5), 5, (4, 2), dims, FP32, "gaps", trees=2, window=30)
+    assert _plan(case.q, case.k, case.v).block_d == 64
+    with measure():  # raises where anything else is read
+        check(case, attend(case, page))
 
 
 @pytest.mark.parametrize("page", [7, 100])
