@@ -16,12 +16,10 @@ from specdec_kernels import _native
 from specdec_kernels._ops import add_op_namespace_prefix
 from specdec_kernels._registry import OPS
 
+from .marks import needs_native
+
 PACKAGE = Path(specdec_kernels.__file__).parent
 CSRC = PACKAGE.parent / "csrc"
-
-
-def needs_native():
-    return pytest.mark.skipif(_native.load_errors["_C"] is not None, reason=f"_C: {_native.load_errors['_C']}")
 
 
 def schema_types(schema: str) -> str:
@@ -34,7 +32,7 @@ def native_types() -> dict[str, str]:
     return native.schemas() if native else {}
 
 
-@pytest.mark.parametrize("name", sorted(native_types()) or [pytest.param("", marks=needs_native())])
+@pytest.mark.parametrize("name", sorted(native_types()) or [pytest.param("", marks=needs_native)])
 def test_native_types_fit_the_schema(name: str) -> None:
     """A kernel whose C++ types differ from the schema would crash the process at its first call."""
     assert native_types()[name] == schema_types(OPS[name].schema)
@@ -46,7 +44,7 @@ def test_type_comparison_sees_a_difference() -> None:
     assert schema_types("f(Tensor x, float y, int k) -> ()") != schema_types("f(Tensor x, float y, float k) -> ()")
 
 
-@needs_native()
+@needs_native
 def test_every_native_source_is_in_this_build() -> None:
     """``csrc/cpu/<stem>.cpp`` serves the ops of ``reference/<stem>.py``; a stale extension would lack them."""
     stems = {path.stem for path in (CSRC / "cpu").glob("*.cpp")}
@@ -69,7 +67,7 @@ def test_every_op_has_its_six_places(name: str) -> None:
     assert name in specdec_kernels.__all__
 
 
-@needs_native()
+@needs_native
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_native_kernels_are_declared(name: str) -> None:
     """What `doctor` believes to exist, though it may not be built here, is what there is."""
@@ -154,7 +152,7 @@ def test_can_be_turned_off() -> None:
     check_survived(import_elsewhere(PACKAGE.parent, SPECDEC_NATIVE="0"), "SPECDEC_NATIVE=0")
 
 
-@needs_native()
+@needs_native
 def test_loads_when_turned_on() -> None:
     errors, has_kernel, cache = import_elsewhere(PACKAGE.parent)
     assert errors["_C"] is None
@@ -162,7 +160,7 @@ def test_loads_when_turned_on() -> None:
     assert cache == [0, 1, 3, 6, 4, 5, 6, 7]
 
 
-@needs_native()
+@needs_native
 def test_build_info() -> None:
     native = _native.native_module()
     info = native.build_info()

@@ -12,6 +12,7 @@ from specdec_kernels.hf.target import HFTarget
 from specdec_kernels.testing import random_parents
 from specdec_kernels.tree.mask import depths_from_mask, mask_from_parents
 
+from ..marks import needs_native
 from .half_precision import equal_bits
 from .test_generate import BATCHES, medusa, oracle
 from .tiny import VOCAB, tiny_model
@@ -139,7 +140,12 @@ def test_texts_and_logits_are_those_of_plain_decoding(dtype, batch):
 
 @pytest.mark.parametrize(
     ("dtype", "batch_size", "prepares", "rows"),
-    [("bfloat16", 1, False, 2), ("bfloat16", 2, False, 2), ("float32", 1, False, 1), ("bfloat16", 1, True, 1)],
+    [
+        ("bfloat16", 1, False, 2),
+        ("bfloat16", 2, False, 2),
+        ("float32", 1, False, 1),
+        pytest.param("bfloat16", 1, True, 1, marks=needs_native),
+    ],
 )
 def test_a_single_row_gets_company_where_it_needs_it(dtype, batch_size, prepares, rows):
     model = tiny_model("llama").to(getattr(torch, dtype))

@@ -9,13 +9,21 @@ from specdec_kernels.decoding.drafters import LayerSkipDrafter
 from specdec_kernels.modules import MedusaHeads
 from specdec_kernels.training.kangaroo import AdapterOptions, fresh_adapter
 
+from ..marks import needs_native
 from .test_generate import PROMPTS, inputs_of, tiny_tokenizer
 from .tiny import VOCAB, tiny_model
 
 DOCUMENTS = Path(__file__).parents[2] / "docs"
 
 
-DOCUMENTED = [("generation", 14), ("medusa", 7), ("ngram", 6), ("draft_model", 6), ("layer_skip", 6), ("kangaroo", 8)]
+DOCUMENTED = [
+    pytest.param("generation", 14, marks=needs_native),  # it prepares a model
+    ("medusa", 7),
+    ("ngram", 6),
+    ("draft_model", 6),
+    ("layer_skip", 6),
+    ("kangaroo", 8),
+]
 
 
 @pytest.mark.parametrize(("name", "examples"), DOCUMENTED)

@@ -17,12 +17,13 @@ from specdec_kernels.hf.generate import generate
 from specdec_kernels.hf.prepare import has_independent_rows, is_prepared, prepare, restore
 from specdec_kernels.hf.target import HFTarget
 
+from ..marks import needs_native
 from .half_precision import equal_bits
 from .test_bits import DENSE, PARENTS, PATHS, int32, one_by_one, prefilled, tree
 from .test_generate import medusa
 from .tiny import VOCAB, path_logits, tiny_model
 
-pytestmark = pytest.mark.skipif(_native.load_errors["_C"] is not None, reason=f"_C: {_native.load_errors['_C']}")
+pytestmark = needs_native
 
 
 def bf16_model(family="llama", **options):

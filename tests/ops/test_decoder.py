@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import specdec_kernels.ops.decoder as op_module
-from specdec_kernels import _native, rms_norm, rotary_cache_write_
+from specdec_kernels import rms_norm, rotary_cache_write_
 from specdec_kernels._ops import ops
 from specdec_kernels.testing import assert_close_to_baseline
+
+from ..marks import needs_native
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -22,7 +24,6 @@ CASES = [
     ((1, 300, 4, 2, 64, 64), BF16, True),  # more than a thread takes
 ]
 FIRST, CAPACITY = 2, 9  # nodes before, and rows of the cache besides those of the nodes
-needs_native = pytest.mark.skipif(_native.load_errors["_C"] is not None, reason=f"_C: {_native.load_errors['_C']}")
 
 
 def case_id(case) -> str:

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 
 import specdec_kernels.ops.linear as op_module
-from specdec_kernels import _native, gated_linear, linear
+from specdec_kernels import gated_linear, linear
 from specdec_kernels._ops import ops
 from specdec_kernels.testing import assert_close_to_baseline
+
+from ..marks import needs_native
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -23,7 +25,6 @@ CASES = [
     ((2, 1), (3, 2), BF16, True, True),  # width 1
 ]
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16, FP16, torch.float64], ids=["fp32", "bf16", "fp16", "fp64"])
-needs_native = pytest.mark.skipif(_native.load_errors["_C"] is not None, reason=f"_C: {_native.load_errors['_C']}")
 
 
 def case_id(case) -> str:

@@ -11,10 +11,11 @@ from specdec_kernels import _native, medusa_project, medusa_project_topk
 from specdec_kernels.reference.medusa_project import topk_lowest_id
 from specdec_kernels.testing import assert_close_to_baseline
 
+from ..marks import needs_native
 from .test_medusa_project import doubled, head_by_head, make_inputs
 from .test_medusa_project_topk import sorted_ids
 
-pytestmark = pytest.mark.skipif(_native.load_errors["_C"] is not None, reason=f"_C: {_native.load_errors['_C']}")
+pytestmark = needs_native
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64], ids=["fp32", "bf16", "fp16", "fp64"])

@@ -4,16 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec_kernels import _native, paged_tree_attention, tree_attention
+from specdec_kernels import paged_tree_attention, tree_attention
 from specdec_kernels.tree import mask_from_parents
 
+from ..marks import needs_native
 from .attention_cases import Case, chain, int32, make_case, paths
 from .test_tree_attention_paged import page_case
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 Result = tuple[Tensor, Tensor]
-pytestmark = pytest.mark.skipif(_native.load_errors["_C"] is not None, reason=f"_C: {_native.load_errors['_C']}")
+pytestmark = needs_native
 
 
 def assert_same_bits(actual: Result, expected: Result) -> None:

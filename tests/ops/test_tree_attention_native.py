@@ -11,13 +11,14 @@ from specdec_kernels.testing import assert_close_to_baseline
 from specdec_kernels.tree import mask_from_parents
 from tests.kernels.pairwise import pairwise
 
+from ..marks import needs_native
 from .attention_cases import Case, chain, check, exact, int32, make_case, plain_torch
 from .conftest import levels, limited_isa
 from .test_tree_attention_paged import page_case
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 NO_OPTIONS = {"scale": None, "softcap": None, "window": None, "sinks": None, "k_scale": None, "v_scale": None}
-pytestmark = pytest.mark.skipif(_native.load_errors["_C"] is not None, reason=f"_C: {_native.load_errors['_C']}")
+pytestmark = needs_native
 
 GRID = pairwise(
     {

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from specdec_kernels import _native, verify_chain
+from specdec_kernels import verify_chain
 from specdec_kernels.reference._verify_probs import residual
 
-pytestmark = pytest.mark.skipif(_native.load_errors["_C"] is not None, reason=f"_C: {_native.load_errors['_C']}")
+from ..marks import needs_native
+
+pytestmark = needs_native
 
 
 def uniforms_around(boundary):

@@ -10,9 +10,10 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec_kernels import Verification, _native
+from specdec_kernels import Verification
 from specdec_kernels.reference import verify as reference
 
+from ..marks import needs_native
 from .conftest import levels, limited_isa
 from .test_verify import CALLS, make_inputs
 
@@ -184,7 +185,7 @@ def test_fuzz(call):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(_native.load_errors["_C"] is not None, reason=f"_C: {_native.load_errors['_C']}")
+@needs_native
 def test_fuzz_for_a_minute():
     """Other calls in every run; a failure prints the call, and the seed of the portion it was in."""
 

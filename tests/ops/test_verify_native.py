@@ -10,15 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_kernels import _native, verify_chain, verify_tree, verify_tree_typical
+from specdec_kernels import verify_chain, verify_tree, verify_tree_typical
 from specdec_kernels._ops import ops
 from specdec_kernels.reference import verify as reference
 
+from ..marks import needs_native
 from .conftest import levels, limited_isa
 from .test_verify import CALLS, assert_same, make_inputs
 from .verify_law import Setting
 
-pytestmark = pytest.mark.skipif(_native.load_errors["_C"] is not None, reason=f"_C: {_native.load_errors['_C']}")
+pytestmark = needs_native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # One logit, borders of registers and of the kernel's blocks of 4096 ids, several blocks.
