@@ -228,9 +228,10 @@ def walk_block(rest_ptr, target, drafts, nodes, BLOCK_TILES: tl.constexpr):
             p, q = load_node(nodes, node + 1)
             unreadable = unreadable | (p != p) | (q != q)
             mass = weight * (1 - p)
-            if q > 0:
-                sums_ptr = rest_ptr + node.to(tl.int64) * target.num_tiles
-                mass = tl.sum(tl.load(sums_ptr + tiles, mask=tiles < target.num_tiles, other=0.0), 0)
+            if rest_ptr is not None:  # without draft logits q is 0
+                if q > 0:
+                    sums_ptr = rest_ptr + node.to(tl.int64) * target.num_tiles
+                    mass = tl.sum(tl.load(sums_ptr + tiles, mask=tiles < target.num_tiles, other=0.0), 0)
             passes, next_weight = block_weight(node, weight, p, q, uniform(drafts, node), mass)
             kept = tl.where(passes, node, kept)
             kept_weight, kept_mass = tl.where(passes, weight, kept_weight), tl.where(passes, mass, kept_mass)

@@ -23,6 +23,7 @@ CASES = [
     *itertools.product(["sm_80", "sm_90", "sm_100", "gfx942"], [TREE]),
     *(("sm_90", case) for case in (CHAIN, GREEDY, replace(TREE, mapped=True))),
     ("sm_80", replace(BLOCK, dtype="fp32", mapped=True)),
+    ("sm_90", replace(BLOCK, drawn=False)),
     ("sm_80", TYPICAL),
     ("sm_100", CHOSEN),
     ("gfx950", CHOSEN),
