@@ -153,7 +153,7 @@ def _near(ref, args: dict, row: int) -> list[list]:
     own = {k: v[row : row + 1] if isinstance(v, Tensor) and k != "draft_vocab_map" else v for k, v in args.items()}
     uniforms, found = own["uniforms"].double(), []
     for sign in (-1, 1):
-        step = (uniforms * 2.0**-22).clamp(min=2.0**-148)  # above 0, too: an id may have less weight than fp32 can say
+        step = (uniforms * 2.0**-22).clamp(min=2.0**-1022)  # a kernel may take a subnormal weight for none
         moved = (uniforms + sign * step).clamp(0, 1 - 2.0**-53)
         for choice in (torch.ones(uniforms.shape[1]), *torch.eye(uniforms.shape[1])):
             found.append(_row(ref(**own | {"uniforms": torch.where(choice > 0, moved, uniforms)}), 0))
@@ -185,8 +185,8 @@ def test_fuzz(call):
     check_call(call)
 
 
-def test_weights_that_no_step_of_a_uniform_can_tell() -> None:
-    """At u = 0 an id of probability 1e-313 is drawn or not; a run of the minute below has found it."""
+def test_subnormal_weights() -> None:
+    """At u = 0 an id of probability 1e-313 is drawn, or the next one; a run of the minute below has found it."""
     normal = {"target": "normal", "draft": "normal", "draft_is_near": False, "dtypes": (torch.float32, torch.float32)}
     flags = {"double_uniforms": False, "few_ids": False, "strided": False, "flat_tree": False, "num_columns": None}
     sizes = {"seed": 194, "num_rows": 4, "num_nodes": 3, "vocab": 7}
