@@ -1,11 +1,13 @@
 """``specdec-kernels demo``: decode a few prompts plainly and speculatively on this machine, and compare."""
 
+import argparse
 import copy
 import time
 from dataclasses import dataclass
 
 import torch
 
+from .._native import load_errors
 from ..hf.load import PACKAGED_MODEL
 from . import _drafters
 from ._arguments import device, positive_int
@@ -47,7 +49,11 @@ def add_arguments(parser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling, when the temperature is above 0")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--device", type=device, default="cpu", help="cpu or cuda")
-    parser.add_argument("--prepare", action="store_true", help="speculate on a prepared copy (bfloat16, CPU)")
+    parser.add_argument(
+        "--prepare",
+        action=argparse.BooleanOptionalAction,
+        help="speculate on a prepared copy (default: in bfloat16 on the CPU, when the native kernels are there)",
+    )
 
 
 def run(args) -> int:
@@ -58,20 +64,22 @@ def run(args) -> int:
 
     logging.disable_progress_bar()
     _drafters.check(args.drafter, args)
-    if args.prepare and (args.dtype != "bfloat16" or args.device.type != "cpu"):
+    can_prepare = args.dtype == "bfloat16" and args.device.type == "cpu"
+    if args.prepare and not can_prepare:
         raise SystemExit("--prepare needs --dtype bfloat16 and --device cpu")
+    prepares = can_prepare and load_errors["_C"] is None if args.prepare is None else args.prepare
     print(f"loading {args.model} ({args.dtype}) ...", flush=True)
     model = load_model(args.model, dtype=getattr(torch, args.dtype), device=args.device)
     tokenizer = load_tokenizer(args.model)
     drafter = _drafters.make(args.drafter, args, model)
-    models = model, _prepared_copy(model) if args.prepare else model
+    models = model, _prepared_copy(model) if prepares else model
     _decode_both(models, drafter, _encode(tokenizer, "Hello"), args, None, max_new_tokens=8)
     comparisons, stats = [], None
     for prompt in args.prompt or PROMPTS:
         print(f"\n> {prompt}\n", flush=True)
         comparison, stats = _decode_both(models, drafter, _encode(tokenizer, prompt), args, tokenizer, stats=stats)
         comparisons.append(comparison)
-    _print_table(comparisons, stats, drafter, sampled=args.temperature > 0)
+    _print_table(comparisons, stats, drafter, sampled=args.temperature > 0, prepared=prepares)
     return 0
 
 
@@ -125,7 +133,7 @@ def _timed(function, device: torch.device):
     return time.perf_counter() - start, result
 
 
-def _print_table(comparisons: list[Comparison], stats, drafter, sampled: bool) -> None:
+def _print_table(comparisons: list[Comparison], stats, drafter, sampled: bool, prepared: bool) -> None:
     """Print tokens/s, speed-up, tokens per step, equality, and the draft tree."""
     from ..tree import DraftTree, draw_text
 
@@ -135,7 +143,7 @@ def _print_table(comparisons: list[Comparison], stats, drafter, sampled: bool) -
     ours = sum(len(c.speculative_ids) for c in comparisons) / sum(c.speculative_s for c in comparisons)
     rows = [
         ("plain model.generate", f"{plain:.1f} tokens/s"),
-        ("speculative", f"{ours:.1f} tokens/s"),
+        ("speculative, model prepared" if prepared else "speculative", f"{ours:.1f} tokens/s"),
         ("speed-up", f"{ours / plain:.2f} x"),
         ("mean accepted drafts per step", f"{stats.mean_accepted:.2f} ({stats.tokens_per_step:.2f} tokens per step)"),
         ("tree size", f"{drafter.max_nodes} nodes at most{'' if fixed else ', the likeliest at each step'}"),

@@ -20,7 +20,7 @@ from specdec_kernels.tree import DraftTree
 )
 def test_table_and_tree(tree, size, drawn, capsys) -> None:
     comparison = Comparison([1, 2, 3, 4], [1, 2, 3, 4], 4.0, 2.0)
-    _print_table([comparison], DecodeStats(), SimpleNamespace(tree=tree, max_nodes=8), sampled=False)
+    _print_table([comparison], DecodeStats(), SimpleNamespace(tree=tree, max_nodes=8), sampled=False, prepared=True)
     printed = capsys.readouterr().out
     assert size in printed
     assert "2.00 x" in printed
