@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._validate import check_range
+from ..ops.decoder import rms_norm
+from ..ops.linear import linear
 from ..ops.medusa_project import medusa_project_topk
 from ..reference.medusa_project import project, residual_blocks
 from .medusa_checkpoint import read_checkpoint, write_checkpoint
@@ -167,7 +169,7 @@ class MedusaHeads(nn.Module):
         w_out = self._projection(lm_head_weight)
         w_out = w_out[:count] if w_out.dim() == 3 else w_out
         b_res = None if self.b_res is None else self.b_res[:count]
-        x = self._with_root(hidden, root)
+        x = self._with_root(hidden, root, few_rows=True)
         return medusa_project_topk(x, self.w_res[:count], b_res, w_out, k, vocab_map=self.vocab_map)
 
     def _blocks(self, hidden: Tensor, root: Tensor | None) -> Tensor:
@@ -175,8 +177,8 @@ class MedusaHeads(nn.Module):
         x = self._with_root(hidden, root)
         return residual_blocks(x.reshape(-1, x.shape[-1]), self.w_res, self.b_res)
 
-    def _with_root(self, hidden: Tensor, root: Tensor | None) -> Tensor:
-        """Return what the heads' own blocks see."""
+    def _with_root(self, hidden: Tensor, root: Tensor | None, *, few_rows: bool = False) -> Tensor:
+        """Return what the heads' own blocks see; ``few_rows`` by our ops, which are for them and have no backward."""
         if self.w_root is None:
             if root is not None:
                 raise ValueError("MedusaHeads: these heads are not root-conditioned: root must not be given")
@@ -185,6 +187,10 @@ class MedusaHeads(nn.Module):
             raise ValueError("MedusaHeads: these heads are root-conditioned: root must be given")
         if root.shape != hidden.shape:
             raise ValueError(f"MedusaHeads: root must have shape {tuple(hidden.shape)}, got {tuple(root.shape)}")
+        if few_rows:
+            normed = rms_norm(root, root.new_ones(root.shape[-1]), ROOT_EPS).to(hidden.dtype)
+            biases = [] if self.b_root is None else [self.b_root]
+            return hidden + F.silu(linear(torch.cat([hidden, normed], dim=-1), [self.w_root], biases))
         wide = root.to(torch.promote_types(root.dtype, torch.float32))
         normed = F.rms_norm(wide, root.shape[-1:], eps=ROOT_EPS).to(hidden.dtype)
         return hidden + F.silu(F.linear(torch.cat([hidden, normed], dim=-1), self.w_root, self.b_root))

@@ -16,6 +16,8 @@ from torch import Tensor
 from .._validate import check_dtype, check_tensor, check_values, values_readable
 
 WORD_BITS = 64
+# Up to so many nodes, all trees together, a loop over Python numbers is faster than torch's dispatch on the CPU.
+HOST_NODES = 512
 
 
 def num_words(num_nodes: int) -> int:
@@ -111,6 +113,10 @@ def mask_from_parents(parents: Tensor) -> Tensor:
             f"mask_from_parents: parents must have shape (B, T) or (T,), T >= 1, got {tuple(parents.shape)}"
         )
     if values_readable(parents):
+        if 0 < parents.numel() <= HOST_NODES and parents.shape[-1] <= WORD_BITS:
+            trees = [_ancestor_words(row) for row in parents.reshape(-1, parents.shape[-1]).tolist()]
+            if all(trees):
+                return torch.tensor(trees, device=parents.device).view(*parents.shape, 1)
         _check_topological(parents)
     rows = parents.reshape(-1, parents.shape[-1]).long()
     num_nodes, device = rows.shape[-1], rows.device
@@ -130,6 +136,18 @@ def mask_from_parents(parents: Tensor) -> Tensor:
         pointers = pointers.gather(1, pointers)
         reach *= 2
     return masks[:, :num_nodes].reshape(*parents.shape, words.shape[0]).contiguous()
+
+
+def _ancestor_words(parents: list[int]) -> list[int]:
+    """Return the words of a tree of at most 64 nodes; none for what is no topological tree."""
+    words: list[int] = []
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            return []
+        words.append(1 << node | (words[parent] if parent >= 0 else 0))
+    if len(words) == WORD_BITS:
+        words[-1] -= 1 << WORD_BITS
+    return words
 
 
 def depths_from_mask(packed: Tensor) -> Tensor:
@@ -153,6 +171,9 @@ def depths_from_mask(packed: Tensor) -> Tensor:
     check_dtype("depths_from_mask", "packed", packed, (torch.int64,))
     if packed.dim() < 2:
         raise ValueError(f"depths_from_mask: packed must have shape (..., T, W), got {tuple(packed.shape)}")
+    if packed.shape[-1] == 1 and 0 < packed.numel() <= HOST_NODES and values_readable(packed):
+        counts = [(word & 2**WORD_BITS - 1).bit_count() - 1 for word in packed.flatten().tolist()]
+        return torch.tensor(counts, dtype=torch.int32, device=packed.device).view(packed.shape[:-1])
     return (_popcount(packed).sum(-1) - 1).to(torch.int32)
 
 

@@ -63,6 +63,19 @@ def test_bad_numbers_still_give_trees(bad):
         assert len(set(paths_of(parents, columns, 6))) == 23
 
 
+@pytest.mark.parametrize("bad", [0.0, torch.nan, -torch.inf, torch.inf, -3e38])
+def test_the_heap_and_the_levels_grow_the_same(bad, monkeypatch):
+    """Few paths are grown on the host: the same trees, whatever the numbers and wherever fp32 rounds two sums alike."""
+    log_probs = torch.randn(4, 4, 7).log_softmax(-1) + torch.tensor([0.0, -1e5, -1e7, -1e9])[:, None, None]
+    log_probs[torch.rand(4, 4, 7) < 0.2] = bad
+    trees = grow_best_first(log_probs, 15)
+    monkeypatch.setattr("specdec_kernels.decoding.dynamic_tree._HOST_PATHS", 0)
+    expected = grow_best_first(log_probs, 15)
+    for tree, other in zip(trees, expected, strict=True):
+        assert torch.equal(tree, other)
+        assert tree.dtype == other.dtype
+
+
 def test_one_graph_and_no_data_dependence():
     """On the meta device there is nothing to wait for; a tree that asked for a value would raise."""
 

@@ -59,7 +59,7 @@ def test_the_picture_of_the_docstring():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_merged_trees_hold_the_paths_of_both(seed):
+def test_merged_trees_hold_the_paths_of_both(seed, monkeypatch):
     """Random ragged trees over few tokens, so that many paths are shared, against sets of paths."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 14, (2,), generator=generator).tolist()
@@ -85,6 +85,10 @@ def test_merged_trees_hold_the_paths_of_both(seed):
         assert len(after) <= budget
     assert torch.equal(merged.ids[:, 0], trunk.ids[:, 0])
     assert torch.equal(merged.depths, depths_from_mask(merged.tree_mask))
+    # Without lists, as on a GPU.
+    monkeypatch.setattr("specdec_kernels.decoding.drafters.merged.HOST_NODES", 0)
+    other = graft(trunk, branch, budget)
+    assert [paths(other, row) for row in range(3)] == [paths(merged, row) for row in range(3)]
 
 
 def test_a_draft_of_the_root_alone_changes_nothing():

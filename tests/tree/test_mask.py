@@ -177,3 +177,19 @@ def test_cuda_graph():
     assert torch.equal(packed.cpu(), expected)
     assert torch.equal(again, packed)
     assert torch.equal(depths.cpu(), torch.stack([tree.to_depths_tensor() for tree in reversed(trees)]))
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 63, 64])
+def test_few_nodes_give_the_same_as_many(num_nodes, monkeypatch):
+    """The loop over Python numbers against the tensor operations, padding included."""
+    parents = torch.tensor([random_parents(num_nodes, seed) for seed in range(3)], dtype=torch.int32)
+    parents[1, num_nodes // 2 :] = -1
+    few = mask_from_parents(parents), mask_from_parents(parents[0])
+    depths = [depths_from_mask(mask) for mask in few]
+    monkeypatch.setattr("specdec_kernels.tree.mask.HOST_NODES", 0)
+    assert torch.equal(few[0], mask_from_parents(parents))
+    assert torch.equal(few[1], mask_from_parents(parents[0]))
+    for mask, depth in zip(few, depths, strict=True):
+        many = depths_from_mask(mask)
+        assert torch.equal(depth, many)
+        assert depth.dtype == many.dtype
