@@ -11,15 +11,13 @@ from ..decoding.drafting import ChainLayout
 from ..decoding.protocols import LayerPlan, TargetOutput
 from ..tree.mask import WORD_BITS, num_words
 from . import _compat
+from ._chunks import PREFILL_CHUNK, prompt_chunks
 from .attention import IMPLEMENTATION, TreeState
 from .cache import TreeCache
 from .families import check_supported
 from .graphs import StepGraphs, StepKey
 from .layers import LayerRunner
 from .prepare import has_independent_rows
-
-# Prompt tokens per forward: a prompt is fed as a chain, whose mask has T²/64 words.
-PREFILL_CHUNK = 512
 
 # On the CPU a linear layer gives a row the same bits whatever the number of rows, from two rows up; one row alone takes
 # another path (a matrix-vector product), whose sums have another order.
@@ -149,25 +147,34 @@ class HFTarget:
         ids = torch.where(torch.arange(longest, device=ids.device) <= last[:, None], ids, 0)
         self.cache.reset()
         self._rows = None
-        chain, kept = self._chain, None
+        chain = self._chain
+        kept: Tensor | None = None
         tapped: list[Tensor] = []
-        for start in range(0, longest, PREFILL_CHUNK):
-            chunk = ids[:, start : start + PREFILL_CHUNK]
-            size = chunk.shape[1]
-            is_final = start + size == longest
+        for start, size, rows in prompt_chunks(lengths, longest):
+            if len(rows) < len(ids):
+                self.run_only(rows)
+            here = (self._picked(last) - start).clamp(0, size - 1)
 
-            def keep_last_tokens(hidden: Tensor, start: int = start, is_final: bool = is_final) -> Tensor:
+            def keep_last_tokens(
+                hidden: Tensor, here: Tensor = here, start: int = start, end: int = start + size
+            ) -> Tensor:
                 nonlocal kept
-                here = (last - start).clamp(0, hidden.shape[1] - 1)
                 found = hidden.gather(1, here[:, None, None].expand(-1, 1, hidden.shape[2]))
-                kept = found if kept is None else torch.where((last >= start)[:, None, None], found, kept)
-                return kept if is_final else hidden[:, :0]
+                if kept is None:
+                    kept = found
+                elif self._rows is None:
+                    kept = torch.where((last >= start)[:, None, None], found, kept)
+                else:
+                    kept = kept.index_copy(0, self._rows, found)
+                return kept if end == longest else hidden[:, :0]
 
             with self._runner.tapped(self._tapped_layer, tapped):
+                chunk = self._picked(ids[:, start : start + size])
                 output = self._run(chunk, chain.mask(size), chain.depths(size), select=keep_last_tokens)
-            tapped[-1:] = [states[:, :size] for states in tapped[-1:]]
+            tapped[-1:] = [self._in_place(states[:, :size]) for states in tapped[-1:]]
             self.cache.advance(size)
         self.cache.truncate(lengths)
+        self.run_only(range(len(ids)))
         return output._replace(tapped=torch.cat(tapped, dim=1)) if tapped else output
 
     def forward(self, ids: Tensor, tree_mask: Tensor, depths: Tensor) -> TargetOutput:
@@ -316,13 +323,13 @@ class HFTarget:
 
     def _spread(self, output: TargetOutput) -> TargetOutput:
         """Put what the rows that ran gave into their places in the batch."""
+        return output if self._rows is None else TargetOutput(*map(self._in_place, output[:2]))
+
+    def _in_place(self, part: Tensor) -> Tensor:
         rows = self._rows
         if rows is None:
-            return output
-        parts = (
-            part.new_zeros(self.cache.batch_size, *part.shape[1:]).index_copy_(0, rows, part) for part in output[:2]
-        )
-        return TargetOutput(*parts)
+            return part
+        return part.new_zeros(self.cache.batch_size, *part.shape[1:]).index_copy_(0, rows, part)
 
     def _is_lonely(self, rows: Tensor) -> bool:
         """Say whether ``rows (B, T)`` is a single one that needs company."""

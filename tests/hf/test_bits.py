@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specdec_kernels.decoding.protocols import LayerPlan
+from specdec_kernels.hf import _chunks
 from specdec_kernels.hf import target as target_module
 from specdec_kernels.hf.families import FAMILIES
 from specdec_kernels.hf.generate import generate
@@ -64,7 +65,7 @@ def test_prompts_chains_and_trees_give_the_bits_of_single_steps(family, dtype, m
     target, _ = prefilled(model, tokens[None, :8])
     chain = target.forward(tokens[None, 8:], *tree(list(range(-1, 8)))).logits[0]
     assert torch.equal(chain, expected[8:])
-    monkeypatch.setattr(target_module, "PREFILL_CHUNK", 4)  # the last chunk has one token
+    monkeypatch.setattr(_chunks, "PREFILL_CHUNK", 4)  # the last chunk has one token
     assert torch.equal(prefilled(model, tokens[None])[1].logits[0, 0], expected[-1])
     nodes = torch.randint(3, VOCAB, (len(PARENTS),))
     branches = target.forward(nodes[None], *tree(PARENTS)).logits[0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from specdec_kernels.hf import target as target_module
+from specdec_kernels.hf import _chunks
 from specdec_kernels.hf.families import FAMILIES, check_supported
 from specdec_kernels.hf.target import HFTarget
 from specdec_kernels.testing import assert_close_to_baseline
@@ -92,7 +92,7 @@ def test_chain_equals_the_model(models):
 
 def test_ragged_trees_equal_their_paths(models, monkeypatch):
     """Case 63 and 80: prompts of different lengths, and rows that accept different paths, then the next step."""
-    monkeypatch.setattr(target_module, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr(_chunks, "PREFILL_CHUNK", 4)
     prompts = torch.randint(3, VOCAB, (3, max(LENGTHS)))
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     target = HFTarget(models.model, batch_size=3, capacity=20)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec_kernels.decoding.protocols import LayerPlan
-from specdec_kernels.hf import target as target_module
+from specdec_kernels.hf import _chunks
 from specdec_kernels.hf.families import FAMILIES
 from specdec_kernels.hf.target import HFTarget
 from specdec_kernels.tree.mask import depths_from_mask, mask_from_parents
@@ -136,7 +136,7 @@ def test_layers_outside_the_plan_compute_nothing_and_cache_nothing():
 
 
 def test_states_at_the_exit_are_those_of_the_model(monkeypatch):
-    monkeypatch.setattr(target_module, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr(_chunks, "PREFILL_CHUNK", 4)
     model = tiny_model()
     target = HFTarget(model, 1, 16)
     ids = torch.randint(3, VOCAB, (1, 11))

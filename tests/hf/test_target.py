@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from specdec_kernels.hf import target as target_module
+from specdec_kernels.hf import _chunks
 from specdec_kernels.hf.target import HFTarget
 from specdec_kernels.tree.mask import depths_from_mask, mask_from_parents
 from tests.hf.tiny import VOCAB, tiny_model
@@ -70,11 +70,11 @@ def test_hidden_states_are_those_after_the_last_norm(model):
 
 
 def test_prefill_projects_only_the_last_tokens(model, monkeypatch):
-    monkeypatch.setattr(target_module, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr(_chunks, "PREFILL_CHUNK", 4)
     sizes = []
     model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(tuple(logits.shape)))
     output = HFTarget(model, 2, 16).prefill(PROMPTS, int32(11, 2))
-    assert sizes == [(2, 0, VOCAB), (2, 0, VOCAB), (2, 1, VOCAB)]
+    assert sizes == [(2, 0, VOCAB), (1, 0, VOCAB), (2, 1, VOCAB)]
     assert output.logits.shape == (2, 1, VOCAB)
     assert output.hidden.shape == (2, 1, 64)
 
@@ -82,7 +82,7 @@ def test_prefill_projects_only_the_last_tokens(model, monkeypatch):
 @pytest.mark.parametrize("chunk", [1, 3, 4, 11])
 def test_chunks_do_not_change_the_prefill(model, monkeypatch, chunk):
     whole = HFTarget(model, 2, 16).prefill(PROMPTS, int32(11, 4))
-    monkeypatch.setattr(target_module, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(_chunks, "PREFILL_CHUNK", chunk)
     parts = HFTarget(model, 2, 16).prefill(PROMPTS, int32(11, 4))
     torch.testing.assert_close(parts.logits, whole.logits)
     torch.testing.assert_close(parts.hidden, whole.hidden)
