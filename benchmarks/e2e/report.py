@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 # A `generate` whose two candidates lie this close, in bf16 units in the last place, is decided by rounding.
 NEAR_TIE_ULP = 4.0
 COLUMNS = ("tokens/s", "p20–p80", "× HF", "tokens/step", "ms/step", "peak MB", "= HF", "= own plain")
+PHASE_COLUMNS = ("whole call × HF", "first token ms", "× HF", "then tokens/s", "× HF")
 LABELS = {"generate": "HF `generate`", "plain": "ours, `plain`"}
 
 
@@ -63,6 +64,25 @@ def same_texts(rows: list[Row], standard: str) -> str:
     return f"{compared.count(None)} of {len(compared)}" if compared else "-"
 
 
+def phases(run: Run, provider: str) -> list[str]:
+    """Return what a provider takes for the prompt and what it does after it, by `PHASE_COLUMNS`."""
+    rows, others = run.of(provider), {row.question_id: row for row in run.of("generate")}
+    firsts = [row.first_token_s for row in rows if row.first_token_s is not None]
+    shared = [(row, others[row.question_id]) for row in rows if row.question_id in others]
+    sooner = [o.first_token_s / r.first_token_s for r, o in shared if r.first_token_s and o.first_token_s]
+    speeds = [row.decode_tokens_per_s for row in rows]
+    faster = [row.decode_tokens_per_s / other.decode_tokens_per_s for row, other in shared]
+    # A text of one token has nothing after it.
+    speeds, faster = ([value for value in values if not math.isnan(value)] for values in (speeds, faster))
+    return [
+        _shown("{:.2f}", run.speed_up(provider, "generate")),
+        _shown("{:.0f}", statistics.median(firsts) * 1e3 if firsts else math.nan),
+        _shown("{:.2f}", geometric(sooner)),
+        _shown("{:.1f}", geometric(speeds)),
+        _shown("{:.2f}", geometric(faster)),
+    ]
+
+
 def _shown(form: str, value: float) -> str:
     return "-" if math.isnan(value) else form.format(value)
 
@@ -82,6 +102,9 @@ def table(run: Run) -> list[str]:
     for name in run.providers():
         ratios = (run.speed_up(name, "generate", task) for task in kinds)
         lines.append(f"{name:<22}" + "".join(f"{_shown('{:.2f}', ratio):>16}" for ratio in ratios))
+    if any(row.first_token_s is not None for row in run.rows):
+        lines += ["", f"{'prompt, and after it':<22}" + "".join(f"{column:>17}" for column in PHASE_COLUMNS)]
+        lines += [f"{name:<22}" + "".join(f"{text:>17}" for text in phases(run, name)) for name in run.providers()]
     lines += [f"without {name}: {reason}" for name, reason in run.head.get("absent", {}).items()]
     return lines + _gaps(run)
 

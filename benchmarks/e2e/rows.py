@@ -12,8 +12,10 @@ from typing import Any
 
 @dataclass
 class Row:
-    """One prompt under one provider; ``seconds``, ``batch_tokens`` and ``passes`` are those of its batch.
+    """One prompt under one provider; what is of its batch: ``batch_tokens``, ``seconds``,
+    ``passes``.
 
+    ``first_token_s`` is the time until the batch's first tokens were there, the prompts' pass; None when not known.
     ``differs_from`` holds, for each standard in the run, where the text first differs, None when it is equal.
     ``peak_bytes`` is what the call had resident beyond the interpreter and the libraries. ``gap_ulp`` is how far the
     two candidates' logits lie apart in ``generate`` where its text is left, in bf16 units in the last place.
@@ -25,16 +27,27 @@ class Row:
     new_tokens: int
     batch_tokens: int
     seconds: float | None = None
+    first_token_s: float | None = None
     passes: int | None = None
     tokens_per_step: float | None = None
     peak_bytes: int | None = None
     differs_from: dict[str, int | None] = field(default_factory=dict)
     gap_ulp: float | None = None
+    batch_rows: int = 1
+    prompt_tokens: int | None = None
 
     @property
     def tokens_per_s(self) -> float:
         """New tokens of the batch over its time; NaN for a run that was not timed."""
         return self.batch_tokens / self.seconds if self.seconds else math.nan
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """New tokens after the first of a text over the time after it; NaN when it is not known or there are none."""
+        later = self.batch_tokens - self.batch_rows
+        if self.seconds is None or self.first_token_s is None or later <= 0:
+            return math.nan
+        return later / (self.seconds - self.first_token_s)
 
     @property
     def step_ms(self) -> float:

@@ -22,11 +22,19 @@ PR_SET_PDEATHSIG = 1
 
 
 class Decoded(NamedTuple):
-    """The new tokens of each row up to their end, and the target's forward passes after the prompt's, if known."""
+    """The new tokens of each row up to their end, and what else is known.
+
+    Attributes:
+        texts: of each row.
+        passes: the target's forward passes after the prompt's.
+        tokens_per_step: that a row emitted after its first token.
+        first_token_at: `time.perf_counter` when the prompts' pass was done.
+    """
 
     texts: list[list[int]]
     passes: int | None = None
     tokens_per_step: float | None = None
+    first_token_at: float | None = None
 
 
 class Provider(NamedTuple):
@@ -53,6 +61,7 @@ def decode(provider: Provider, request: dict, resident_before: int | None) -> di
     return {
         "texts": decoded.texts,
         "seconds": seconds,
+        "first_token_s": None if decoded.first_token_at is None else decoded.first_token_at - start,
         "passes": decoded.passes,
         "tokens_per_step": tokens_per_step(decoded),
         "peak_bytes": memory.resident_peak() - (resident_before or 0) if tracked else None,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.e2e import compare, report
+from benchmarks.e2e import compare, report, starting
 from benchmarks.e2e.prompts import read_prompts
 from benchmarks.e2e.rows import Row, Run, percentile, read_run, without_folders, write_run
 from benchmarks.harness import RESULTS
@@ -100,7 +100,7 @@ def test_who_fails_or_has_other_weights_is_left_out(capsys) -> None:
     }
     absent: dict[str, str] = {}
     other = workers["llama.cpp"]
-    compare.warm_up(workers, [[0]], absent)
+    starting.warm_up(workers, [[0]], absent)
     assert list(workers) == ["generate", "vllm"]
     assert absent.keys() == {"llama.cpp", "hf-lookup"}
     assert "not the same weights" in absent["llama.cpp"]
@@ -119,7 +119,7 @@ def test_who_fails_or_has_other_weights_is_left_out(capsys) -> None:
 )
 def test_says_beforehand_who_cannot_take_part(name, batch_size, reason) -> None:
     args = SimpleNamespace(peer_python={}, batch_size=batch_size, draft_model=None, model="smollm2")
-    found = compare.reason_against(name, args)
+    found = starting.reason_against(name, args)
     assert found == reason if reason is None else reason in found
 
 
