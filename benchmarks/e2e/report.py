@@ -1,7 +1,7 @@
 """Tables and the SVG of a result file of `benchmarks.e2e.compare`, and the figures in the documentation.
 
-python -m benchmarks.e2e.report FILE            # the tables, and FILE's SVG beside it
-python -m benchmarks.e2e.report FILE --write    # put the tables between the markers of README.md and docs/*.md
+python -m benchmarks.e2e.report FILE      # the tables, and FILE's SVG beside it
+python -m benchmarks.e2e.report --write   # put the tables between the markers of README.md and docs/*.md
 """
 
 import argparse
@@ -10,13 +10,14 @@ import os
 import re
 import statistics
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import plot as drawing
+from benchmarks.e2e import steps
 from benchmarks.e2e.catalogue import OURS, PROVIDERS
 from benchmarks.e2e.rows import Row, Run, geometric, percentile, read_run
+from benchmarks.harness import RESULTS
 
 ROOT = Path(__file__).parents[2]
 # A `generate` whose two candidates lie this close, in bf16 units in the last place, is decided by rounding.
@@ -150,27 +151,38 @@ def by_speed(run: Run) -> list[str]:
     return sorted(run.providers(), key=lambda name: (name in OURS, geometric(r.tokens_per_s for r in run.of(name))))
 
 
-# What stands between ``<!-- NAME -->`` and ``<!-- /NAME -->`` in the documentation.
-BLOCKS: dict[str, Callable[[Run], list[str]]] = {"e2e": markdown, "e2e-tasks": markdown_tasks}
+def markdown_phases(run: Run) -> list[str]:
+    """Return what the prompt takes and the rate after it."""
+    lines = ["| | " + " | ".join(PHASE_COLUMNS) + " |", "|---|" + "---|" * len(PHASE_COLUMNS)]
+    return [*lines, *(f"| {label(name)} | " + " | ".join(phases(run, name)) + " |" for name in by_speed(run))]
 
 
-def filled(text: str, run: Run) -> str:
-    """Return a page with its marked blocks rewritten from a run."""
-    for name, block in BLOCKS.items():
-        body = "\n".join(["", *block(run), ""])
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        text = re.sub(pattern, partial(_between, body), text, flags=re.DOTALL)
-    return text
+# What stands between ``<!-- NAME FILE -->`` and ``<!-- /NAME -->`` in the documentation, where FILE.jsonl is a result.
+BLOCKS: dict[str, Callable[[Path], list[str]]] = {
+    "e2e": lambda path: markdown(read_run(path)),
+    "e2e-tasks": lambda path: markdown_tasks(read_run(path)),
+    "e2e-phases": lambda path: markdown_phases(read_run(path)),
+    "e2e-steps": steps.markdown,
+}
+MARKER = re.compile(rf"<!-- ({'|'.join(BLOCKS)}) (\S+) -->\n.*?<!-- /\1 -->", re.DOTALL)
 
 
-def _between(body: str, match: re.Match[str]) -> str:
-    return f"{match[1]}{body}\n{match[2]}"
+def filled(text: str, results: Path = RESULTS) -> str:
+    """Return a page with its marked blocks rewritten from the result files that they name."""
+
+    def block(match: re.Match[str]) -> str:
+        name, file = match[1], match[2]
+        return "\n".join(
+            [f"<!-- {name} {file} -->", "", *BLOCKS[name](results / f"{file}.jsonl"), "", f"<!-- /{name} -->"]
+        )
+
+    return MARKER.sub(block, text)
 
 
 def pages() -> list[Path]:
     """Return the pages that have marked blocks."""
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [path for path in paths if any(f"<!-- {name} -->" in path.read_text() for name in BLOCKS)]
+    return [path for path in paths if MARKER.search(path.read_text())]
 
 
 def plot(path: Path) -> Path:
@@ -209,16 +221,16 @@ def _title(head: dict[str, Any], prompts: int) -> str:
 def main() -> None:
     """Print the tables of a file, draw it, and rewrite the documentation if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("--write", action="store_true", help="rewrite every marked block from the result file it names")
     args = parser.parse_args()
-    run = read_run(args.file)
-    print("\n".join([run.head["command"], *table(run)]))
-    print(f"wrote {os.path.relpath(plot(args.file))}")
-    if args.write:
-        for page in pages():
-            page.write_text(filled(page.read_text(), run))
-            print(f"wrote {os.path.relpath(page)}")
+    if args.file is not None:
+        run = read_run(args.file)
+        print("\n".join([run.head["command"], *table(run)]))
+        print(f"wrote {os.path.relpath(plot(args.file))}")
+    for page in pages() if args.write else ():
+        page.write_text(filled(page.read_text()))
+        print(f"wrote {os.path.relpath(page)}")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,11 @@ class Step:
         """What the prepared step takes besides linear layers and attention."""
         return self.prepared_us - self.linear_us - self.attention_us
 
+    @property
+    def over(self) -> float:
+        """The rest over linear layers and attention."""
+        return self.rest_us / (self.linear_us + self.attention_us)
+
 
 class RecordedCalls(TorchDispatchMode):
     """Keep the calls of this package's ops, with their arguments, to be made again."""
@@ -125,6 +130,18 @@ def save(path: Path, model: str, steps: Iterable[Step]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def markdown(path: Path) -> list[str]:
+    """Return the table of a result file, in milliseconds."""
+    columns = ("nodes", "`model.forward`", "ours", "prepared", "linear", "attention", "rest", "rest / the other two")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for line in path.read_text().splitlines()[1:]:
+        step = Step(**json.loads(line))
+        times = step.model_us, step.ours_us, step.prepared_us, step.linear_us, step.attention_us, step.rest_us
+        cells = [f"{us / 1e3:.1f}" for us in times]
+        lines.append(f"| {step.num_nodes} | {' | '.join(cells)} | {step.over * 100:.0f} % |")
+    return lines
+
+
 def main() -> None:
     """Print a line for each number of nodes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,10 +156,9 @@ def main() -> None:
     for step in measure(model, args.nodes, args.context, args.repeats):
         steps.append(step)
         ms = [us / 1e3 for us in (step.model_us, step.ours_us, step.prepared_us, step.linear_us, step.attention_us)]
-        over = step.rest_us / (step.linear_us + step.attention_us)
         print(
             f"{step.num_nodes:>5}{ms[0]:>16.1f}{ms[1]:>10.1f}{ms[2]:>10.1f}{ms[3]:>9.1f}{ms[4]:>12.1f}"
-            f"{step.rest_us / 1e3:>7.1f}{over:>33.0%}",
+            f"{step.rest_us / 1e3:>7.1f}{step.over:>33.0%}",
             flush=True,
         )
     if args.save:

@@ -6,11 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.e2e import compare, report, starting
-from benchmarks.e2e.prompts import read_prompts
+from benchmarks.e2e.prompts import encode, lengthened, read_prompts
 from benchmarks.e2e.rows import Row, Run, percentile, read_run, without_folders, write_run
-from benchmarks.harness import RESULTS
 
-PUBLISHED = RESULTS / "amd-epyc" / "e2e_everybody_bfloat16_b1.jsonl"
 HEAD = {
     "machine": {"model": "Some CPU", "threads": 2},
     "command": "python -m benchmarks.e2e.compare",
@@ -135,6 +133,28 @@ def test_a_limit_takes_from_every_kind_of_task(tmp_path) -> None:
     assert len(read_prompts(file, None)) == 6
 
 
+class WordTokenizer:
+    """A token for each word; a chat has one more in front."""
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": text.split()}
+
+    def decode(self, ids):
+        return " ".join(ids)
+
+    def apply_chat_template(self, chats, **_):
+        return {"input_ids": [["<user>", *chat[0]["content"].split()] for chat in chats]}
+
+
+def test_prompts_are_lengthened_by_those_behind_them() -> None:
+    questions = [{"question_id": i, "task": "qa", "turns": [f"{i}a {i}b {i}c"]} for i in range(4)]
+    found = lengthened([questions[2], questions[0]], questions, WordTokenizer(), 8)
+    words = [" ".join(q["turns"][0].split()) for q in found]
+    assert words == ["3a 3b 3c 0a 2a 2b 2c", "1a 1b 1c 2a 0a 0b 0c"]
+    assert [len(ids) for ids in encode(WordTokenizer(), [q["turns"][0] for q in found])] == [8, 8]
+    assert lengthened(questions[:1], questions, WordTokenizer(), 3)[0] == questions[0]
+
+
 def test_percentile() -> None:
     assert [percentile([3.0, 1.0, 2.0], share) for share in (0, 0.5, 0.75, 1)] == [1, 2, 2.5, 3]
 
@@ -178,18 +198,30 @@ def test_result_files_are_read_as_written(tmp_path) -> None:
     assert "HF generate" in report.plot(tmp_path / "e2e.jsonl").read_text()
 
 
-def test_filled_replaces_marked_blocks_only() -> None:
+def test_filled_replaces_marked_blocks_only(tmp_path) -> None:
     run = Run(HEAD, [row(1, "generate", 10, 1)])
-    page = report.filled("before\n<!-- e2e -->\nold\n<!-- /e2e -->\nafter\n", run)
-    assert page == "\n".join(["before", "<!-- e2e -->", "", *report.markdown(run), "", "<!-- /e2e -->", "after", ""])
-    assert report.filled(page, run) == page
+    write_run(tmp_path / "a" / "b.jsonl", run)
+    text = "before\n<!-- e2e a/b -->\nold\n<!-- /e2e -->\nafter\n"
+    page = report.filled(text, tmp_path)
+    lines = ["before", "<!-- e2e a/b -->", "", *report.markdown(run), "", "<!-- /e2e -->", "after", ""]
+    assert page == "\n".join(lines)
+    assert report.filled(page, tmp_path) == page
 
 
-def test_the_documentation_has_the_figures_of_the_result_file() -> None:
-    run = read_run(PUBLISHED)
+def test_the_prompts_time_and_the_rate_after_it() -> None:
+    rows = [row(1, "generate", 11, 2, first_token_s=1.0), row(1, "plain", 11, 0.5, first_token_s=0.25)]
+    rows.append(row(1, "vllm", 11, 1))
+    run = Run(HEAD, rows)
+    assert report.phases(run, "plain") == ["4.00", "250", "4.00", "40.0", "4.00"]
+    assert report.phases(run, "vllm") == ["2.00", "-", "-", "-", "-"]
+    assert rows[0].decode_tokens_per_s == 10
+    assert math.isnan(row(1, "plain", 1, 0.5, first_token_s=0.25).decode_tokens_per_s), "nothing came after the first"
+    assert any("first token ms" in line for line in report.table(run))
+    assert len(report.markdown_phases(run)) == 2 + 3
+
+
+def test_the_documentation_has_the_figures_of_the_result_files() -> None:
     pages = report.pages()
     assert "README.md" in [page.name for page in pages]
     for page in pages:
-        assert page.read_text() == report.filled(page.read_text(), run), (
-            f"rewrite {page.name} with benchmarks.e2e.report"
-        )
+        assert page.read_text() == report.filled(page.read_text()), f"python -m benchmarks.e2e.report --write ({page})"

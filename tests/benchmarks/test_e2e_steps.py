@@ -46,3 +46,4 @@ def test_a_result_file_begins_with_its_command(tmp_path, monkeypatch) -> None:
     head, line = map(json.loads, (tmp_path / "a" / "steps.jsonl").read_text().splitlines())
     assert head["command"] == "python -m benchmarks.e2e.steps --save --model m"
     assert steps.Step(**line) == step
+    assert steps.markdown(tmp_path / "a" / "steps.jsonl")[2:] == ["| 1 | 0.0 | 0.0 | 0.0 | 0.0 | 0.0 | 0.0 | 20 % |"]
