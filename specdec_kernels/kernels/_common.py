@@ -92,3 +92,13 @@ def dot_precision(x: Tensor) -> str:
 def block(size: int) -> int:
     """Return the power of two that holds ``size``, at least 16, the smallest side of a matrix instruction."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return ``(..., C)`` as ``(outer, inner, C)``; a view unless its rows need more than two strides."""
+    if x.dim() <= 3:
+        return x[(None,) * (3 - x.dim())]
+    sizes, strides = x.shape, x.stride()
+    if all(strides[i] == sizes[i + 1] * strides[i + 1] for i in range(x.dim() - 3)):
+        return x.flatten(0, -3)
+    return x.flatten(1, -2)

@@ -15,39 +15,11 @@ from torch import Tensor
 
 from .._registry import OPS
 from . import _common
+from ._product_tiles import products
 from ._topk_tiles import _merge_topk_kernel, add_exponentials, insert, no_keys, sort_keys
 
 _MERGED_AT_ONCE = 2048  # candidates at most
 _MAX_SPLIT = 65535  # rows of a split: a key of 16-bit logits counts them in 16 bits, of which the last means none
-
-
-@triton.jit
-def _products(
-    x_ptr,
-    x_offsets,
-    x_ok,
-    w_ptr,
-    w_offsets,
-    hidden_size,
-    IS_EVEN: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Return the (rows of x, rows of w) products of two sets of rows, in fp32."""
-    dims = tl.arange(0, BLOCK_C)
-    x_ptrs = x_ptr + x_offsets[:, None] + dims[None, :]
-    w_ptrs = w_ptr + w_offsets[None, :] + dims[:, None]
-    acc = tl.zeros([x_offsets.shape[0], w_offsets.shape[0]], tl.float32)
-    for first in range(0, hidden_size, BLOCK_C):
-        if IS_EVEN:
-            x = tl.load(x_ptrs + first, mask=x_ok[:, None], other=0.0)
-            w = tl.load(w_ptrs + first)
-        else:
-            ok = dims < hidden_size - first
-            x = tl.load(x_ptrs + first, mask=x_ok[:, None] & ok[None, :], other=0.0)
-            w = tl.load(w_ptrs + first, mask=ok[:, None], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
-    return acc
 
 
 @triton.jit(do_not_specialize=["bias_ptr", "batch", "stride_bias_m"])
@@ -82,7 +54,7 @@ def _residual_kernel(
     head = (slot - 1 if HAS_BASE else slot).to(tl.int64)
     if head >= 0:
         w_offsets = tl.minimum(cols, hidden_size - 1).to(tl.int64) * stride_w_c
-        y = _products(
+        y = products(
             x_ptr, x_offsets, row_ok, w_ptr + head * stride_w_m, w_offsets, hidden_size, IS_EVEN, BLOCK_C, PRECISION
         )
         if bias_ptr is not None:
@@ -137,7 +109,7 @@ def _project_kernel(
         ids = first_tile * BLOCK_N + cols
         ok = (ids < vocab_size)[None, :]
         w_offsets = tl.minimum(ids, vocab_size - 1).to(tl.int64) * stride_w_v
-        acc = _products(x_ptr, x_offsets, row_ok, w_ptr, w_offsets, hidden_size, IS_EVEN, BLOCK_C, PRECISION)
+        acc = products(x_ptr, x_offsets, row_ok, w_ptr, w_offsets, hidden_size, IS_EVEN, BLOCK_C, PRECISION)
         logits = acc.to(x_ptr.dtype.element_ty)
         if NUM_SLOTS == 0:
             tl.store(out_ptr + out_rows[:, None] * vocab_size + ids[None, :], logits, mask=row_ok[:, None] & ok)

@@ -33,6 +33,7 @@ define_op(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
     reference=rms_norm_ref,
     fake=_fake_norm,
+    triton="kernels.decoder:rms_norm_triton",
     native=("cpu",),
 )
 define_op(
@@ -40,6 +41,7 @@ define_op(
     "Tensor prefix_len, *, int first_node, Tensor? slots, Tensor? q_norm, Tensor? k_norm, float eps) -> ()",
     reference=rotary_cache_write_ref,
     fake=_fake_write,
+    triton="kernels.decoder:rotary_cache_write_triton",
     native=("cpu",),
 )
 

@@ -73,14 +73,13 @@ class _Argument:
 
 
 def _tensors(arguments) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors among arguments; those in a named tuple as ``argument.field``."""
+    """Yield the tensors among arguments; those in a tuple as ``argument.field``, or ``argument.0``, ``argument.1`` …"""
     for name, value in arguments:
         if isinstance(value, Tensor):
             yield name, value
-        elif hasattr(value, "_fields"):
-            yield from (
-                (f"{name}.{field}", x) for field, x in zip(value._fields, value, strict=True) if isinstance(x, Tensor)
-            )
+        elif isinstance(value, tuple):
+            fields = getattr(value, "_fields", range(len(value)))
+            yield from ((f"{name}.{f}", x) for f, x in zip(fields, value, strict=True) if isinstance(x, Tensor))
 
 
 class _Recorder:

@@ -13,16 +13,16 @@ FOLDER = Path(__file__).parent / "interpret"
 
 OPS = FOLDER.parents[1] / "ops"
 # Tests of the ops themselves that need few programs, on the Triton launchers.
-VERIFY = [
-    *(str(OPS / f"test_verify_{name}.py") for name in ("cases", "robust", "philox")),
+FEW_PROGRAMS = [
+    *(str(OPS / f"test_{name}.py") for name in ("verify_cases", "verify_robust", "verify_philox", "linear", "decoder")),
     *("-m", "not gpu", "-k"),
     "(cases and not (filtered_tokens or one_uniform)) or parents_out_of_order or need_no_uniforms or unreadable_row_of "
     "or unreadable_draft_row or behind_a_rejection or empty_batch or ids_stay or ties or typical_takes "
-    "or (philox and not independent)",
+    "or (philox and not independent) or ((test_linear or test_decoder) and interpret and (exact or bits or extremes))",
 ]
 
 
-@pytest.mark.parametrize("arguments", [[str(FOLDER)], VERIFY], ids=["kernels", "verify-ops"])
+@pytest.mark.parametrize("arguments", [[str(FOLDER)], FEW_PROGRAMS], ids=["kernels", "ops"])
 def test_interpreted_kernels(arguments: list[str]) -> None:
     """Every test passes, none is skipped. Alone, of the kernels: ``TRITON_INTERPRET=1 pytest`` in ``interpret/``."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]

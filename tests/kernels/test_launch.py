@@ -1,8 +1,11 @@
 """Launches that take the short way past Triton's look at the arguments end in the same call of the driver."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from specdec_kernels.cli._layer_cases import LinearCase, NormCase, RotationCase
 from specdec_kernels.kernels import _aot, _launch
 from specdec_kernels.kernels.tree_attention import paged_tree_attention_triton, tree_attention_triton
 
@@ -35,18 +38,20 @@ CALLS = [
 
 def plain(argument: object) -> object:
     """Return what two calls must agree in."""
+    if isinstance(argument, tuple):
+        return tuple(map(plain, argument))
     return (argument.shape, argument.stride(), argument.dtype) if isinstance(argument, torch.Tensor) else argument
 
 
 _started: list[tuple] = []  # one for all tests, because a binary keeps the launcher that it got first
 
 
-def started(calls: list[dict]) -> list[list]:
+def started(calls: list[dict], launch: Callable[..., None] = call) -> list[list]:
     """Make the calls; return the arguments of the driver's."""
     _started.clear()
     with _aot.stub_driver("sm_80", "launch", lambda *args: _started.append(args)):
         for options in calls:
-            call(**options)
+            launch(**options)
     return [[plain(argument) for i, argument in enumerate(args) if i != 6] for args in _started]  # 6: for profilers
 
 
@@ -76,6 +81,19 @@ def test_the_short_way_is_taken(monkeypatch) -> None:
     assert len(started([{}])) == 2
     with pytest.raises(TypeError):
         started([{"page": 64}])
+
+
+LAYER = [NormCase("bf16", 576), RotationCase("bf16", (64, 64), normed=True)]
+LAYER += [LinearCase("bf16", 16, 2048), LinearCase("bf16", 16, 2048, gated=True)]
+
+
+@pytest.mark.parametrize("case", LAYER, ids=str)
+def test_a_layer_takes_it(case, monkeypatch) -> None:
+    """Arguments in tuples among them."""
+    first = started([{}], case.launch)
+    monkeypatch.setattr("triton.JITFunction.run", None)
+    assert started([{}], case.launch) == first
+    assert len(first) == 1
 
 
 def test_known_launches_are_bounded(monkeypatch, nothing_known) -> None:

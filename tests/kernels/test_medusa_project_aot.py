@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specdec_kernels.cli.inspect import DTYPES, HeadsCase
+from specdec_kernels.cli._kernel_cases import DTYPES, HeadsCase
 from specdec_kernels.kernels import _aot
 from specdec_kernels.kernels import medusa_project as module
 

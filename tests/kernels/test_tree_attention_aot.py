@@ -8,7 +8,8 @@ import pytest
 import torch
 import triton
 
-from specdec_kernels.cli.inspect import DTYPES, Case, compile_cases, tree_attention_cases
+from specdec_kernels.cli._kernel_cases import DTYPES, Case, tree_attention_cases
+from specdec_kernels.cli.inspect import compile_cases
 from specdec_kernels.kernels import _aot, _common
 from specdec_kernels.kernels import tree_attention as module
 from specdec_kernels.kernels._attention_plan import fitting_tile

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec_kernels.cli.inspect import tf32_allowed
+from specdec_kernels.cli._kernel_cases import tf32_allowed
 from specdec_kernels.kernels import _aot, _common
 from specdec_kernels.kernels import tree_attention as module
 

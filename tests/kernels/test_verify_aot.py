@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specdec_kernels.cli.inspect import PhiloxCase, VerifyCase
+from specdec_kernels.cli._kernel_cases import PhiloxCase, VerifyCase
 from specdec_kernels.kernels import _aot
 from specdec_kernels.kernels import verify as module
 

@@ -150,6 +150,15 @@ def test_rows_do_not_depend_on_each_other(dtype, isa) -> None:
             torch.testing.assert_close(have, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_do_not_depend_on_each_other_on_a_gpu() -> None:
+    x, weight = torch.randn(700, 576, device="cuda").to(BF16), torch.randn(576, device="cuda").to(BF16)
+    out = rms_norm(x, weight, 1e-6)
+    for begin, end in ((0, 1), (5, 8), (699, 700)):
+        assert torch.equal(rms_norm(x[begin:end], weight, 1e-6), out[begin:end])
+
+
 @pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=case_id)
 def test_opcheck(case, backend, device) -> None:
     inputs = [t.nan_to_num() if isinstance(t, torch.Tensor) and t.dim() == 4 else t for t in make_inputs(case, device)]

@@ -180,6 +180,29 @@ def test_cuda_graph() -> None:
     torch.testing.assert_close(out, (linear(x, weights, biases, residual=residual), gated_linear(x, *weights)))
 
 
+def _all_and_some(some: list[slice], num_rows: int) -> None:
+    """Require that some rows alone have the bits that they have among all."""
+    x, weights, biases, residual = make_inputs(((num_rows, 512), (96, 544), BF16, True, True), "cuda")
+    x = x.contiguous()
+    together = linear(x, weights, biases, residual=residual), gated_linear(x, *[weights[0]] * 2)
+    for rows in some:
+        alone = linear(x[rows], weights, biases, residual=residual[rows]), gated_linear(x[rows], *[weights[0]] * 2)
+        assert all(torch.equal(have, want[rows]) for have, want in zip(alone, together, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_up_to_64_rows_their_number_does_not_matter() -> None:
+    _all_and_some([slice(i, i + n) for i, n in ((0, 1), (63, 64), (7, 9), (16, 48), (1, 64))], 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_beyond_64_rows_it_should_not_matter_either() -> None:
+    """No vendor says that a matrix unit gives the same bits in tiles of other heights; here is where it shows."""
+    _all_and_some([slice(i, i + n) for i, n in ((0, 1), (70, 20), (100, 100), (0, 129))], 300)
+
+
 X, (W, W2), (B, _), R = make_inputs(((2, 3, 16), (5, 5), FP32, True, True))
 REJECTED = [
     ({"x": None}, TypeError, "x must be a torch.Tensor, got NoneType"),
