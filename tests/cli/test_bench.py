@@ -11,7 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bench_kv_compact, bench_medusa_project, bench_tree_attention, bench_verify, harness
+from benchmarks import (
+    bench_decoder,
+    bench_kv_compact,
+    bench_linear,
+    bench_medusa_project,
+    bench_tree_attention,
+    bench_verify,
+    harness,
+)
 from benchmarks.bench_kv_compact import Case
 from benchmarks.machine import Machine, Roofline
 from benchmarks.memory import peak_extra_bytes
@@ -22,7 +30,7 @@ from specdec_kernels.cli.__main__ import main
 
 CPU = torch.device("cpu")
 MACHINE = Machine("cpu", "Some CPU @ 2.0 GHz", 2, "avx2", 1, "2.13", "0.1")
-ROOFLINE = Roofline(read_gb_s=10, copy_gb_s=8, matmul_gflop_s={"float32": 100.0})
+ROOFLINE = Roofline(read_gb_s=10, copy_gb_s=8, matmul_gflop_s={"float32": 100.0, "bfloat16": 100.0})
 
 
 def toy_bench(**changes) -> SimpleNamespace:
@@ -201,6 +209,23 @@ def test_medusa_project_providers_agree(own) -> None:
     case = bench_medusa_project.Case("smollm2_135m", 2, own, num_rows=300)
     harness.gate(bench_medusa_project, case, CPU)
     assert bench_medusa_project.cost(case).read_bytes == 2 * 576 * (4 * 576 + (4 if own else 1) * 300)
+
+
+def test_linear_providers_agree() -> None:
+    case = bench_linear.Case("smollm2_135m", 3)
+    harness.gate(bench_linear, case, CPU)
+    assert bench_linear.cost(case).read_bytes == 2 * 576 * (576 + 2 * 192 + 576 + 3 * 1536)
+    results = harness.summarise(
+        SimpleNamespace(**vars(bench_linear) | {"CASES": {"toy": case}}),
+        *("toy", {"reference": [9e-6], "specdec_kernels": [2e-6], "torch": [5e-6]}, MACHINE, ROOFLINE, False),
+    )
+    assert "2.50 times as fast" in bench_linear.notes(results, CPU)
+
+
+def test_decoder_providers_agree() -> None:
+    case = bench_decoder.Case("smollm2_135m", 2, 3)
+    harness.gate(bench_decoder, case, CPU)
+    assert bench_decoder.cost(case).read_bytes == 2 * 6 * (2 * 576 + 15 * 64)
 
 
 def test_lists_cases(capsys) -> None:
