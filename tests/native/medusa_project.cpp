@@ -1,88 +1,20 @@
-// Drives the torch-free core of the Medusa heads, meant to be built with AddressSanitizer and UBSan: all element types,
-// own and shared projections, borders of panels, tiles and chunks, on one and on several threads. Every buffer ends
-// where the next page must not be touched, since sanitizers do not see masked loads. Logits must match sums in double,
-// the ranking the logits, and nothing may depend on the number of threads.
-#include <sys/mman.h>
-#include <unistd.h>
-
+// Drives the torch-free core of the Medusa heads and of the linear layers, meant to be built with AddressSanitizer and
+// UBSan: all element types, own and shared projections, borders of panels, tiles and chunks, on one and on several
+// threads. Every buffer ends where the next page must not be touched, since sanitizers do not see masked loads. Logits
+// must match sums in double, the ranking the logits, and nothing may depend on the number of threads.
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <numeric>
-#include <random>
-#include <string>
-#include <thread>
 #include <vector>
 
 #include "cpu/medusa_project_kernel.h"
 #include "cpu/medusa_project_stages.h"
+#include "linear_trial.h"
 
 namespace {
 
 using namespace specdec;
 using namespace specdec::medusa;
-
-std::mt19937 rng(5);
-
-int64_t below(int64_t bound) { return static_cast<int64_t>(rng() % static_cast<uint64_t>(bound)); }
-int64_t pick(std::initializer_list<int64_t> values) {
-  return values.begin()[below(static_cast<int64_t>(values.size()))];
-}
-
-void require(bool holds, const std::string& what) {
-  if (holds) return;
-  std::printf("FAILED: %s\n", what.c_str());
-  std::exit(1);
-}
-
-// Numbers whose end is the end of the last page that may be touched, and the same in double.
-class Numbers {
- public:
-  Numbers(Element element, int64_t count) : element_(element) {
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    const size_t bytes = static_cast<size_t>(count * bytes_of(element));
-    size_ = (bytes + page - 1) / page * page + page;
-    base_ = static_cast<char*>(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    require(base_ != MAP_FAILED && mprotect(base_ + size_ - page, page, PROT_NONE) == 0, "no memory");
-    data_ = base_ + size_ - page - bytes;
-    values.resize(static_cast<size_t>(count));
-    std::uniform_real_distribution<float> uniform(-1, 1);
-    for (int64_t i = 0; i < count; ++i) values[i] = store(i, uniform(rng));
-  }
-  ~Numbers() { munmap(base_, size_); }
-  Numbers(const Numbers&) = delete;
-  Numbers& operator=(const Numbers&) = delete;
-  char* data() const { return data_; }
-  double at(int64_t i) const {
-    const char* const p = data_ + i * bytes_of(element_);
-    if (element_ == Element::kDouble) return *reinterpret_cast<const double*>(p);
-    if (element_ == Element::kFloat) return *reinterpret_cast<const float*>(p);
-    if (element_ == Element::kHalf) return to_float(*reinterpret_cast<const Half*>(p));
-    return to_float(*reinterpret_cast<const BFloat16*>(p));
-  }
-  std::vector<double> values;
-
- private:
-  double store(int64_t i, float x) {
-    char* const p = data_ + i * bytes_of(element_);
-    if (element_ == Element::kDouble) *reinterpret_cast<double*>(p) = x;
-    if (element_ == Element::kFloat) *reinterpret_cast<float*>(p) = x;
-    if (element_ == Element::kHalf) from_float(x, reinterpret_cast<Half*>(p));
-    if (element_ == Element::kBFloat16) from_float(x, reinterpret_cast<BFloat16*>(p));
-    return at(i);
-  }
-  Element element_;
-  char *base_, *data_;
-  size_t size_;
-};
-
-Machine machine_of(const Kernel* kernel, int64_t num_threads) {
-  return {kernel, num_threads, [](int64_t workers, const std::function<void(int64_t)>& body) {
-            std::vector<std::thread> threads;
-            for (int64_t i = 0; i < workers; ++i) threads.emplace_back(body, i);
-            for (std::thread& thread : threads) thread.join();
-          }};
-}
 
 struct Trial {
   Trial(Element element, int64_t b, int64_t m, int64_t r, int64_t c, int64_t v, bool own, bool base)
@@ -204,6 +136,7 @@ void try_kernel(Element element) {
   const Kernel* const kernel = kernel_for<A, T>();
   for (int i = 0; i < 16; ++i) try_one(element, kernel);
   try_threads(element, kernel);
+  try_linear(element, kernel);
 }
 
 }  // namespace
