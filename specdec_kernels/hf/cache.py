@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import Cache
 
 from ..ops.kv_compact import kv_compact_
+from ._buffers import LayerBuffers
 
 
 class TreeCache(Cache):
-    """Hold the keys and values of all layers in one tensor ``(2L, B, Hk, S, D)``: layer *l* owns slices 2l and 2l+1.
+    """Hold the keys and values of all layers, in one tensor ``(2L, B, Hk, S, D)`` while they are alike.
 
     `update` writes the nodes of a step behind each row's committed prefix and commits nothing; `commit` keeps an
     accepted path, `advance` keeps everything. What lies at or past a row's length is garbage.
@@ -24,8 +25,8 @@ class TreeCache(Cache):
     The nodes of a step may come in several forwards; `continue_step` says where the next one writes. After `select`
     only some of the rows get nodes.
 
-    Memory is taken at the first `update`, from the shapes seen there: under tensor parallelism a rank holds fewer heads
-    than the config says. Layers that differ in heads, head size, dtype or in K and V get a tensor each.
+    Memory (`LayerBuffers`) is taken at the first `update`, from the shapes seen there: under tensor parallelism a rank
+    holds fewer heads than the config says.
 
     Args:
         num_layers: ``L``.
@@ -56,9 +57,7 @@ class TreeCache(Cache):
         # Elsewhere, reading a length would wait for the device.
         self._lengths_readable = self._device.type == "cpu"
         self._batch_index = torch.arange(batch_size, device=device).unsqueeze(1)
-        self._stacked: Tensor | None = None
-        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
-        self._reserved: list[Tensor] = []
+        self._buffers = LayerBuffers(num_layers, batch_size, capacity, dtype)
         self._step: int | None = None
         self._prefix_len: Tensor
         self._common: int | None
@@ -66,7 +65,7 @@ class TreeCache(Cache):
 
     def reset(self) -> None:
         """Forget all rows; the memory is kept, but for what was reserved. All of them get nodes again."""
-        self._reserved = []
+        self._buffers.drop_reserved()
         self._selected: Tensor | None = None
         self._set_lengths(torch.zeros(self._batch_size, dtype=torch.int32, device=self._device), longest=0, common=0)
 
@@ -82,12 +81,7 @@ class TreeCache(Cache):
         Raises:
             RuntimeError: nothing was written yet.
         """
-        if self._stacked is not None and not self._reserved:
-            return self._stacked
-        written = [tensor.transpose(1, 2) for layer in self._layers if layer is not None for tensor in layer]
-        if not written:
-            raise RuntimeError("TreeCache: nothing was written yet")
-        return written + self._reserved
+        return self._buffers.all
 
     def reserve(self, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """Return further K and V rows ``(B, S, Hk, D)`` for the caller to write, which `commit` moves with the others.
@@ -97,18 +91,12 @@ class TreeCache(Cache):
         Raises:
             RuntimeError: nothing was written yet.
         """
-        like = self.buffers[0]
-        shape = (self._batch_size, self.capacity, num_heads, head_dim)
-        rows = like.new_empty(shape), like.new_empty(shape)
-        self._reserved += rows
-        return rows
+        return self._buffers.reserve(num_heads, head_dim)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the keys and values of a step's nodes to rows ``prefix_len`` … ``prefix_len + T − 1``.
-
-        After `continue_step` they are those of the nodes from ``first_node`` on.
 
         Args:
             key_states, value_states: ``(B, Hk, T, D)``, any strides; after `select` one for each selected row.
@@ -125,7 +113,7 @@ class TreeCache(Cache):
         if value_states.shape[2] != num_nodes:
             raise ValueError(f"TreeCache: K has {num_nodes} nodes, but V has {value_states.shape[2]}")
         self._begin_step(num_nodes)
-        keys, values = self._layer(layer_idx, key_states, value_states)
+        keys, values = self._buffers.layer(layer_idx, key_states, value_states, all_rows=self._selected is None)
         self._write(keys, key_states)
         self._write(values, value_states)
         return keys, values
@@ -148,7 +136,7 @@ class TreeCache(Cache):
         """
         self._begin_step(states.shape[1])
         states = states.transpose(1, 2)
-        keys, values = self._layer(layer_idx, states, states)
+        keys, values = self._buffers.layer(layer_idx, states, states, all_rows=self._selected is None)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     @contextmanager
@@ -244,7 +232,7 @@ class TreeCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether memory was taken."""
-        return any(self._layers)
+        return self._buffers.is_initialized
 
     @property
     def is_croppable(self) -> bool:
@@ -308,38 +296,5 @@ class TreeCache(Cache):
         if self._common is not None and self._selected is None:
             buffer.narrow(2, self._common + self._first, states.shape[2]).copy_(states)
         else:
-            rows = buffer.transpose(1, 2)
             batch_index = self._batch_index if self._selected is None else self._selected.unsqueeze(1)
-            rows.index_put_((batch_index, self._rows), states.transpose(1, 2).to(buffer.dtype))
-
-    def _layer(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        layer = self._layers[layer_idx]
-        shapes = self._buffer_shape(key_states), self._buffer_shape(value_states)
-        if layer is None:
-            layer = self._layers[layer_idx] = self._new_layer(layer_idx, key_states, value_states, shapes)
-        elif (layer[0].shape, layer[1].shape) != shapes:
-            raise ValueError(
-                f"TreeCache: layer {layer_idx} holds K {tuple(layer[0].shape)} and V {tuple(layer[1].shape)}, got "
-                f"states {tuple(key_states.shape)} and {tuple(value_states.shape)}"
-            )
-        return layer
-
-    def _buffer_shape(self, states: Tensor) -> tuple[int, int, int, int]:
-        batch_size = states.shape[0] if self._selected is None else self._batch_size
-        return batch_size, states.shape[1], self.capacity, states.shape[3]
-
-    def _new_layer(
-        self, layer_idx: int, key_states: Tensor, value_states: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    ) -> tuple[Tensor, Tensor]:
-        dtype = self.dtype or key_states.dtype
-        if key_states.shape[0] != self._batch_size:
-            raise ValueError(f"TreeCache: states must have batch size {self._batch_size}, got {key_states.shape[0]}")
-        if shapes[0] == shapes[1] and not any(self._layers):
-            self._stacked = key_states.new_empty((2 * self.num_layers, *shapes[0]), dtype=dtype)
-        if self._stacked is not None:
-            if self._stacked.shape[1:] == shapes[0] == shapes[1] and self._stacked.dtype == dtype:
-                return self._stacked[2 * layer_idx], self._stacked[2 * layer_idx + 1]
-            # The layers are not alike after all.
-            self._stacked = None
-            self._layers = [layer and (layer[0].clone(), layer[1].clone()) for layer in self._layers]
-        return key_states.new_empty(shapes[0], dtype=dtype), value_states.new_empty(shapes[1], dtype=dtype)
+            buffer.transpose(1, 2).index_put_((batch_index, self._rows), states.transpose(1, 2).to(buffer.dtype))
