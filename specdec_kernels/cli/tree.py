@@ -3,6 +3,7 @@
 import json
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def add_arguments(parser: ArgumentParser) -> None:
                           f"tree tried (default: {LARGEST})")  # fmt: skip
     machine = optimize.add_argument_group("the fastest tree on a machine, by what `specdec-kernels calibrate` measured")
     machine.add_argument("--calibration", type=Path, metavar="FILE|FOLDER", help="choose the size by tokens per second")
-    machine.add_argument("--model", help="measure this machine with the model, and keep it beside the heads, unless "
-                         "that was done; then as --calibration FOLDER")  # fmt: skip
+    machine.add_argument("--model", help="measure this machine with the model and the drafter, and keep it beside "
+                         "the heads, unless that was done; then as --calibration FOLDER")  # fmt: skip
     machine.add_argument("--batch-size", type=positive_int, default=1)
     machine.add_argument("--context", type=positive_int, default=256, help="tokens of each row")
     machine.add_argument("--drafter", default="medusa", help="whose drafting time counts, if it was measured")
@@ -146,19 +147,23 @@ def _best(heads: list[list[float]], args: Namespace) -> tuple[DraftTree, dict[st
 
 
 def _calibrated(args: Namespace) -> Path:
-    """Return the folder of the heads, once it holds what steps cost in this setting."""
+    """Return the folder of the heads, once it holds what steps and the drafter cost in this setting."""
     from ..decoding.calibration import Calibration
     from . import calibrate
 
     if args.heads is None:
         raise ValueError("--model needs --heads, the folder to keep the times in")
     try:
-        Calibration.load(args.heads, setting_of(args))
+        known = Calibration.load(args.heads, setting_of(args))
     except (OSError, ValueError):
-        options = {"model": args.model, "out": args.heads, "dtype": args.dtype, "device": args.device,
-                   "batch-sizes": args.batch_size, "contexts": args.context, "threads": args.threads}  # fmt: skip
+        known = None
+    if known is None or args.drafter not in known.drafters:
+        options = {"model": args.model, "heads": args.heads, "out": args.heads, "drafter": args.drafter,
+                   "dtype": args.dtype, "device": args.device, "batch-sizes": args.batch_size,
+                   "contexts": args.context, "threads": args.threads}  # fmt: skip
         words = [w for name, value in options.items() if value is not None for w in (f"--{name}", str(value))]
         words += ["--prepare"] if args.prepare else []
+        words += [] if known is None else ["--keep-steps"]
         parser = ArgumentParser()
         calibrate.add_arguments(parser)
         calibrate.run(parser.parse_args(words, Namespace(argv=["calibrate", *words])))
@@ -183,7 +188,7 @@ def _fastest(heads: list[list[float]], args: Namespace) -> tuple[DraftTree, dict
     print(
         f"\nnode:rank; {_describe(best.tree)}: the fastest on {setting.device}, {setting.threads} threads, "
         f"{setting.dtype}{', prepared' if setting.prepared else ''}, {args.batch_size} rows of {args.context} tokens; "
-        f"drafting {'counted' if args.drafter in calibration.drafters else 'not measured, taken as free'}\n"
+        f"{_drafting(args.drafter, calibration.drafters)}\n"
     )
     rows: list[tuple] = [("nodes", "depth", "leaves", "tokens per step", "step ms", "tokens/s", "x plain")]
     for sized in sizes:
@@ -200,6 +205,12 @@ def _fastest(heads: list[list[float]], args: Namespace) -> tuple[DraftTree, dict
         "fastest_on": machine,
         "how": "--calibration",
     }
+
+
+def _drafting(drafter: str, measured: Collection[str]) -> str:
+    if drafter in measured:
+        return f"drafting with {drafter} counted"
+    return f"drafting taken as free: run `specdec-kernels calibrate --keep-steps --drafter {drafter}` to count it"
 
 
 def _plot(sizes: list[SizedTree], batch_size: int) -> str:

@@ -1,14 +1,17 @@
 """``specdec-kernels calibrate``, from nothing to a budget."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
 from specdec_kernels import DraftTree
 from specdec_kernels.cli.__main__ import main
+from specdec_kernels.decoding.budget import CostTable
 from specdec_kernels.decoding.calibration import Calibration, Setting, file_of
 from specdec_kernels.modules import MedusaHeads
+from specdec_kernels.training.calibrate import save_accuracies
 
 from ..training.tiny import VOCAB, save_tiny_model
 
@@ -52,3 +55,24 @@ def test_drafters_alone_need_steps(folders, tmp_path, capsys):
     command = ["calibrate", "--model", model, "--heads", str(heads), "--out", str(tmp_path), "--keep-steps"]
     assert main(command) == 2
     assert "run `specdec-kernels calibrate`" in capsys.readouterr().err
+
+
+def test_a_tree_is_chosen_with_the_drafters_own_time(folders, tmp_path, capsys):
+    """Measured by itself where it was not, without measuring the steps again."""
+    model, heads = folders
+    shutil.copytree(heads, tmp_path / "heads", ignore=shutil.ignore_patterns("calibration*"))
+    heads = tmp_path / "heads"
+    save_accuracies(heads / "accuracy.json", [[0.6, 0.2], [0.5, 0.1]])
+    optimize = ["tree", "optimize", "--heads", str(heads), "--model", model, "--dtype", "float32", "--context", "16"]
+    assert main([*optimize, "--nodes", "3"]) == 0
+    assert "drafting with medusa counted" in capsys.readouterr().out
+    setting = Setting.here(torch.device("cpu"), torch.float32, prepared=False)
+    known = Calibration.load(heads, setting)
+    assert set(known.drafters) == {"medusa"}
+    # As if it had been calibrated without drafters, with steps that no machine has.
+    Calibration(setting, CostTable([(1, 16, 1, 1e9), (1, 16, 2, 1e9)])).save(heads)
+    assert main([*optimize, "--nodes", "3"]) == 0
+    found = Calibration.load(heads, setting)
+    assert set(found.drafters) == {"medusa"}
+    assert found.steps.points == [(1, 16, 1, 1e9), (1, 16, 2, 1e9)]
+    assert found.step_us("medusa")(2, 1, 16) > 1e9
