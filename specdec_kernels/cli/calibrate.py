@@ -121,7 +121,7 @@ def print_table(calibration: "Calibration", context_len: int) -> None:
         cells = [times.get((batch, context_len, nodes)) for batch in batches]
         print(f"{nodes:>6}" + "".join(f"{'-' if us is None else format(us / 1e3, '.1f'):>9}" for us in cells))
     for name in calibration.drafters:
-        budget = calibration.budget(name)
+        budget = calibration.budget(name).budget
         print(f"\n{name}\n{'rows':>6}{'nodes':>7}{'tokens/step':>13}{'tokens/s':>10}{'x plain':>9}")
         for batch in batches:
             size = budget.choose(batch, context_len)

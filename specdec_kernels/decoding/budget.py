@@ -2,7 +2,8 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 # The sizes drafts are cut to. Few, so that a device that records each shape of a step has few of them to keep.
@@ -22,6 +23,9 @@ class Budget(Protocol):
             context_len: tokens that the longest of them has.
         """
         ...
+
+    # One that learns also has `begin()`, which `decode` calls before the prompts, and `observe(num_nodes, accepted)`,
+    # which it calls after every step: see `LearningBudget`.
 
 
 class FixedBudget:
@@ -160,7 +164,7 @@ class NodeBudget:
         self.sizes = sorted(size for size in chosen if size <= len(self.gains))
         self._step_us = step_us
         self._widths = None if widths is None else [float(share) for share in widths]
-        self._chosen: dict[tuple[int, int], int] = {}
+        self._times_us: dict[tuple[int, int], dict[int, float]] = {}
 
     def tokens_per_step(self, num_nodes: int) -> float:
         """Return how many tokens a row is expected to emit in a step."""
@@ -186,10 +190,25 @@ class NodeBudget:
         time_us = self.step_us(num_nodes, batch_size, context_len)
         return batch_size * self.tokens_per_step(num_nodes) / time_us * 1e6
 
+    def times_us(self, num_rows: int, context_len: int) -> Mapping[int, float]:
+        """Return the expected times of steps by their size, ascending; contexts that are close share them."""
+        key = num_rows, context_len // _CONTEXT_STEP
+        if key not in self._times_us:
+            context_len = key[1] * _CONTEXT_STEP + _CONTEXT_STEP // 2
+            self._times_us[key] = {size: self.step_us(size, num_rows, context_len) for size in self.sizes}
+        return self._times_us[key]
+
     def choose(self, num_rows: int, context_len: int) -> int:
         """Return the best size; the smaller one of equals."""
-        key = num_rows, context_len // _CONTEXT_STEP
-        if key not in self._chosen:
-            context_len = key[1] * _CONTEXT_STEP + _CONTEXT_STEP // 2
-            self._chosen[key] = max(self.sizes, key=lambda size: self.tokens_per_s(size, num_rows, context_len))
-        return self._chosen[key]
+        return fastest(self.gains, self.times_us(num_rows, context_len))
+
+
+def fastest(gains: Sequence[float], times_us: Mapping[int, float]) -> int:
+    """Return the size with the most tokens per second; the smaller one of equals.
+
+    Args:
+        gains: of nodes, as `NodeBudget` has them.
+        times_us: of steps, by ascending size.
+    """
+    tokens = list(accumulate(gains))
+    return max(times_us, key=lambda size: tokens[size - 1] / times_us[size])

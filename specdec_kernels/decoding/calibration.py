@@ -10,6 +10,7 @@ import torch
 
 from .._machine import device_name, slug
 from .budget import CostPoint, CostTable, NodeBudget
+from .learning_budget import LearningBudget
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Calibration:
             return steps
         return lambda nodes, rows, context: steps(nodes, rows, context) + profile.rest.time_us(nodes, rows, context)
 
-    def budget(self, drafter: str) -> NodeBudget:
-        """Return the budget of a drafter that was measured, for ``decode(budget=...)``.
+    def budget(self, drafter: str) -> LearningBudget:
+        """Return the budget of a drafter that was measured, for ``decode(budget=...)``; it learns as it goes.
 
         Raises:
             ValueError: there is no profile of that name; the message lists those there are.
@@ -88,7 +89,7 @@ class Calibration:
         if drafter not in self.drafters:
             raise ValueError(f"Calibration: no drafter {drafter!r} was measured; there are {sorted(self.drafters)}")
         profile = self.drafters[drafter]
-        return NodeBudget(profile.gains, self.step_us(drafter), widths=profile.widths)
+        return LearningBudget(NodeBudget(profile.gains, self.step_us(drafter), widths=profile.widths))
 
     def save(self, path: str | Path) -> Path:
         """Write into a file, or into a folder's file for this device; what it has of other settings is kept.

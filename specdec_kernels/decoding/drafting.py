@@ -1,7 +1,7 @@
 """What a drafter that draws its tokens, or runs the target itself, gets from the loop; and chains drawn with it."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +66,12 @@ class DraftContext:
         if self.budget is not None:
             num_rows = self._rows.finished.count(False)
             self.max_nodes = max(1, min(max_nodes, self.budget.choose(num_rows, self._rows.longest)))
+
+    def learn(self, accepted: Iterable[Collection[int]]) -> None:
+        """Tell a budget that learns which nodes each row accepted of the last draft."""
+        budget: Any = self.budget
+        if hasattr(budget, "observe"):
+            budget.observe(self.max_nodes, accepted)
 
     @property
     def active(self) -> Tensor:

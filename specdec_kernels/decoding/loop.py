@@ -109,8 +109,9 @@ def decode(
         stop: is given each step before it is emitted, and says for each row None (go on) or *n* (end it after the
             first *n* of its tokens in this step).
         stats: is filled in place.
-        budget: limits the drafts, step by step, by the rows that go on and the longest of them. What a row emits stays
-            exact; in a sampled run its tokens then depend, through the sizes of its drafts, on the other rows, too.
+        budget: limits the drafts, step by step, by the rows that go on and the longest of them; one that learns also by
+            what was accepted (it belongs to one run at a time). What a row emits stays exact; in a sampled run its
+            tokens then depend, through the sizes of its drafts, on the other rows, too.
 
     Yields:
         A `Step` for the prompts, then one for each decode step. Closing the iterator ends the run.
@@ -176,6 +177,9 @@ def _steps(
     target = context.target
     if hasattr(drafter, "bind"):
         drafter.bind(context)
+    budget: Any = context.budget
+    if hasattr(budget, "begin"):
+        budget.begin()
     last = prompt_len.to(torch.int64) - 1
     output = target.prefill(prompt_ids, prompt_len)
     drafter.begin(prompt_ids, prompt_len, output)
@@ -196,6 +200,7 @@ def _steps(
             output = _forward(target, draft)
             clock.lap("forward")
             step = judge(draft, output, target.prefix_len)
+            context.learn(rows.accepted.values())
             count, active = rows.taken(prompt_ids.device)
             clock.lap("emit")
             target.commit(step.verification.accepted, (count - 1).clamp_min(0), count > 0)

@@ -58,7 +58,7 @@ def test_a_step_has_the_drafters_time():
     found = calibration()
     assert found.step_us()(9, 1, 256) == found.step_us("unknown")(9, 1, 256) == 180
     assert found.step_us("medusa")(4, 1, 256) == pytest.approx(100 + 3 * 10 + 10)
-    budget = found.budget("medusa")
+    budget = found.budget("medusa").budget
     assert budget.step_us(4, 1, 256) == pytest.approx(0.25 * 101 + 0.75 * 140)
     # 1.75 tokens in 0.25 · 101 + 0.75 · 127 beat 1.85 in 130.25.
     assert (budget.choose(1, 256), budget.choose(64, 256)) == (3, 1)
