@@ -157,11 +157,25 @@ def markdown_phases(run: Run) -> list[str]:
     return [*lines, *(f"| {label(name)} | " + " | ".join(phases(run, name)) + " |" for name in by_speed(run))]
 
 
+def markdown_prompts(run: Run) -> list[str]:
+    """Return the rate after the prompt over that of our plain decoding, for every prompt."""
+    prompts = list(dict.fromkeys((row.question_id, row.task) for row in run.rows))
+    plain = {row.question_id: row.decode_tokens_per_s for row in run.of("plain")}
+    lines = ["| then tokens/s × own plain | " + " | ".join(task for _, task in prompts) + " |"]
+    lines.append("|---|" + "---|" * len(prompts))
+    for name in run.providers():
+        found = {row.question_id: row.decode_tokens_per_s / plain[row.question_id] for row in run.of(name)}
+        cells = (_shown("{:.2f}", found.get(question, math.nan)) for question, _ in prompts)
+        lines.append(f"| {label(name)} | {' | '.join(cells)} |")
+    return lines
+
+
 # What stands between ``<!-- NAME FILE -->`` and ``<!-- /NAME -->`` in the documentation, where FILE.jsonl is a result.
 BLOCKS: dict[str, Callable[[Path], list[str]]] = {
     "e2e": lambda path: markdown(read_run(path)),
     "e2e-tasks": lambda path: markdown_tasks(read_run(path)),
     "e2e-phases": lambda path: markdown_phases(read_run(path)),
+    "e2e-prompts": lambda path: markdown_prompts(read_run(path)),
     "e2e-steps": steps.markdown,
 }
 MARKER = re.compile(rf"<!-- ({'|'.join(BLOCKS)}) (\S+) -->\n.*?<!-- /\1 -->", re.DOTALL)

@@ -220,6 +220,14 @@ def test_the_prompts_time_and_the_rate_after_it() -> None:
     assert len(report.markdown_phases(run)) == 2 + 3
 
 
+def test_rates_over_plain_decoding_for_every_prompt() -> None:
+    rows = [row(1, "plain", 11, 2, first_token_s=1.0), row(2, "plain", 11, 2, "rag", first_token_s=1.0)]
+    rows.append(row(2, "medusa", 11, 0.75, "rag", first_token_s=0.25))
+    lines = report.markdown_prompts(Run(HEAD, rows))
+    assert lines[0] == "| then tokens/s × own plain | qa | rag |"
+    assert lines[2:] == ["| ours, `plain` | 1.00 | 1.00 |", "| ours, medusa | - | 2.00 |"]
+
+
 def test_the_documentation_has_the_figures_of_the_result_files() -> None:
     pages = report.pages()
     assert "README.md" in [page.name for page in pages]
