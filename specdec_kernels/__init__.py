@@ -3,6 +3,7 @@
 from . import _native
 from .ops.decoder import rms_norm, rotary_cache_write_
 from .ops.kv_compact import kv_compact_, paged_kv_compact_
+from .ops.layers import decoder_layers_
 from .ops.linear import gated_linear, linear
 from .ops.medusa_project import medusa_project, medusa_project_topk
 from .ops.tree_attention import paged_tree_attention, tree_attention
@@ -17,6 +18,7 @@ _native.load_native()
 __all__ = [
     "DraftTree",
     "Verification",
+    "decoder_layers_",
     "gated_linear",
     "kv_compact_",
     "linear",

@@ -3,8 +3,10 @@
     python -m benchmarks.e2e.steps --nodes 1 8 16 --context 256
     python -m benchmarks.e2e.steps --save                        # writes benchmarks/results/<device>/e2e_steps_*.jsonl
 
-Milliseconds, medians; all take turns. Of the prepared step also its parts: the linear layers' calls of a step alone, in
-their order, and those of the attention; the rest is all else: norms, rotary embedding, Python.
+Milliseconds, medians; all take turns. Of the prepared step also its parts: the linear layers' calls of a step whose
+layers run one by one, alone, in their order, and those of the attention; the rest is all else: norms, rotary embedding,
+Python. A whole step is one call, in which threads are not woken anew for each part, so the rest may be less than
+nothing.
 """
 
 import argparse
@@ -96,8 +98,11 @@ def measure(model, nodes: Iterable[int], context_len: int, repeats: int) -> Iter
     forward = model_step(model, ids)
     plain, prepared = StepProbe(model, 1, context_len, largest), StepProbe(fast, 1, context_len, largest)
     for num_nodes in nodes:
+        # With a hook somewhere, layers run one by one.
+        handle = fast.base_model.layers[0].register_forward_hook(lambda *_: None)
         with RecordedCalls() as calls:
             prepared.time_us(num_nodes)
+        handle.remove()
         probes = [
             partial(_timed, partial(forward, ids[:, :num_nodes])),
             partial(plain.time_us, num_nodes),

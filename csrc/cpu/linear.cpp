@@ -47,7 +47,8 @@ void run(Call* call, Tensor* out, int64_t width) {
   call->out = static_cast<char*>(out->mutable_data_ptr());
   call->out_stride = width * bytes_of(call->element);
   const Machine machine = medusa::this_machine(call->element);
-  Run(machine, *call).run();
+  const medusa::Bytes operands(machine.kernel->operand_bytes(call->num_rows(), call->width));
+  Run(*machine.kernel, *call, operands.data()).run(machine);
 }
 
 Tensor linear_cpu(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> biases, std::optional<Tensor> residual) {

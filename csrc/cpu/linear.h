@@ -45,14 +45,14 @@ constexpr int64_t kFewRows = 32;
 constexpr int64_t kBlockRows = 128;
 static_assert(kTaskRows <= medusa::kChunk && kBlockRows % 4 == 0);
 
+// Rows that are packed at a time where they are few: whole panels of the kernels.
+constexpr int64_t kPackRows = 8;
+
 class Run {
  public:
-  Run(const Machine& machine, const Call& call)
-      : machine_(machine),
-        kernel_(*machine.kernel),
-        call_(call),
-        operands_(kernel_.operand_bytes(call.num_rows(), call.width)),
-        item_(bytes_of(call.element)) {
+  // `operands` has room for the packed rows. The data of the matrices and the rows may change between stages.
+  Run(const medusa::Kernel& kernel, const Call& call, char* operands)
+      : kernel_(kernel), call_(call), operands_(operands), item_(bytes_of(call.element)) {
     int64_t column = 0;
     for (size_t i = 0; i < (call.is_gated ? 1 : call.matrices.size()); ++i) {
       const int64_t count = call.matrices[i].count;
@@ -63,27 +63,52 @@ class Run {
     }
   }
 
-  void run() {
-    pack();
+  // Of memory that a thread needs for its products.
+  int64_t product_bytes() const {
+    const int64_t block = std::min(kBlockRows, call_.num_rows()) * medusa::kChunk;
+    return block * medusa::product_bytes(call_.element) * (call_.is_gated ? 2 : 1);
+  }
+
+  void run(const Machine& machine) {
+    pack_all(machine);
     const int64_t bytes = call_.width * item_;
     int64_t all = 0;
     for (const Matrix& matrix : call_.matrices) all += matrix.count * bytes;
     constexpr int64_t kBytesPerThread = 128 << 10;  // of weights; below, waking a thread costs more than it saves
     const int64_t useful = std::max(all / kBytesPerThread, call_.num_rows() * all / (kBytesPerThread << 5));
-    const int64_t workers = std::max<int64_t>(1, std::min({machine_.num_threads, num_tasks(), useful}));
+    const int64_t workers = std::max<int64_t>(1, std::min({machine.num_threads, num_tasks(), useful}));
     std::atomic<int64_t> next{0};
-    machine_.run(workers, [&](int64_t worker) {
-      const int64_t block = std::min(kBlockRows, call_.num_rows()) * medusa::kChunk;
-      const Bytes products(block * medusa::product_bytes(call_.element) * (call_.is_gated ? 2 : 1));
+    machine.run(workers, [&](int64_t worker) {
+      const Bytes products(product_bytes());
       if (call_.num_rows() <= kFewRows) {
         const int64_t n = num_tasks();
-        for (int64_t i = worker * n / workers; i < (worker + 1) * n / workers; ++i) work(tasks_[i], products.data());
+        for (int64_t i = worker * n / workers; i < (worker + 1) * n / workers; ++i) work(i, products.data());
         return;
       }
-      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks();) {
-        work(tasks_[i], products.data());
-      }
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks();) work(i, products.data());
     });
+  }
+
+  // The stages of a run, for who has threads of his own: rows are packed, all of them, then tasks are done.
+  int64_t num_packs() const { return (call_.num_rows() + rows_per_pack() - 1) / rows_per_pack(); }
+  int64_t rows_per_pack() const { return call_.num_rows() <= 64 ? kPackRows : 64; }
+  void pack(int64_t part) const {
+    const int64_t first = part * rows_per_pack();
+    kernel_.pack(call_.rows.data() + first, std::min(rows_per_pack(), call_.num_rows() - first), call_.width,
+                 operands_of(first));
+  }
+  int64_t num_tasks() const { return static_cast<int64_t>(tasks_.size()); }
+  void work(int64_t i, char* products) const {
+    const Task& task = tasks_[i];
+    const int64_t stride = medusa::kChunk * medusa::product_bytes(call_.element);
+    for (int64_t first = 0; first < call_.num_rows(); first += kBlockRows) {
+      const int64_t count = std::min(kBlockRows, call_.num_rows() - first);
+      char* const others = products + count * stride;
+      multiply(call_.matrices[task.matrix], task, first, count, products);
+      if (call_.is_gated) multiply(call_.matrices[1], task, first, count, others);
+      for (int64_t row = 0; row < count; ++row)
+        finish(task, first + row, products + row * stride, others + row * stride);
+    }
   }
 
  private:
@@ -94,44 +119,22 @@ class Run {
     int64_t column;  // of the output
   };
 
-  int64_t num_tasks() const { return static_cast<int64_t>(tasks_.size()); }
-
-  void pack() {
-    constexpr int64_t kRows = 64;
-    const int64_t num_rows = call_.num_rows(), parts = (num_rows + kRows - 1) / kRows;
-    const auto pack_part = [&](int64_t part) {
-      const int64_t first = part * kRows;
-      kernel_.pack(call_.rows.data() + first, std::min(kRows, num_rows - first), call_.width, operands_of(first));
+  void pack_all(const Machine& machine) const {
+    const int64_t parts = num_packs(), workers = call_.num_rows() <= 64 ? 1 : std::min(machine.num_threads, parts);
+    const auto pack_some = [&](int64_t worker) {
+      for (int64_t part = worker; part < parts; part += workers) pack(part);
     };
-    const int64_t workers = std::min(machine_.num_threads, parts);
-    if (workers == 1) {
-      for (int64_t part = 0; part < parts; ++part) pack_part(part);
-      return;
-    }
-    machine_.run(workers, [&](int64_t worker) {
-      for (int64_t part = worker; part < parts; part += workers) pack_part(part);
-    });
+    if (workers == 1) return pack_some(0);
+    machine.run(workers, pack_some);
   }
 
-  char* operands_of(int64_t row) const { return operands_.data() + kernel_.operand_bytes(row, call_.width); }
+  char* operands_of(int64_t row) const { return operands_ + kernel_.operand_bytes(row, call_.width); }
 
   // Products of a block of rows with the weights of a task, or with those at the same place in another matrix.
   void multiply(const Matrix& matrix, const Task& task, int64_t row, int64_t count, char* products) const {
     const medusa::Weights weights{matrix.data + task.first * matrix.stride, matrix.stride, task.count,
                                   matrix.count - task.first, call_.width};
     kernel_.multiply(weights, operands_of(row), count, products);
-  }
-
-  void work(const Task& task, char* products) const {
-    const int64_t stride = medusa::kChunk * medusa::product_bytes(call_.element);
-    for (int64_t first = 0; first < call_.num_rows(); first += kBlockRows) {
-      const int64_t count = std::min(kBlockRows, call_.num_rows() - first);
-      char* const others = products + count * stride;
-      multiply(call_.matrices[task.matrix], task, first, count, products);
-      if (call_.is_gated) multiply(call_.matrices[1], task, first, count, others);
-      for (int64_t row = 0; row < count; ++row)
-        finish(task, first + row, products + row * stride, others + row * stride);
-    }
   }
 
   void finish(const Task& task, int64_t row, const char* products, const char* others) const {
@@ -148,10 +151,9 @@ class Run {
     }
   }
 
-  const Machine& machine_;
   const medusa::Kernel& kernel_;
   const Call& call_;
-  const Bytes operands_;
+  char* const operands_;
   const int64_t item_;
   std::vector<Task> tasks_;
 };

@@ -23,8 +23,6 @@ const Kernel* find_kernel_plain(Element q, Element) {
   return q == Element::kDouble ? kernel_of<FmaArithmetic<ArrayVec<double, 4>>>() : kernel_of<FmaArithmetic<FloatVec>>();
 }
 
-namespace {
-
 const Kernel& find_kernel(Element q, Element cache) {
   const Kernel* kernel = nullptr;
 #if defined(__x86_64__)
@@ -36,25 +34,7 @@ const Kernel& find_kernel(Element q, Element cache) {
   return *(kernel ? kernel : find_kernel_plain(q, cache));
 }
 
-// Nodes that see nothing, the padding: out = 0, lse = the sink or -inf.
-template <class Real>
-void write_padding(const Call& call, const std::vector<std::unique_ptr<Planner>>& plans, int64_t out_bytes) {
-  const Problem& p = call.problem;
-  for (int64_t b = 0; b < call.batch; ++b) {
-    const Plan& plan = plans[b]->plan();
-    if (plan.num_nodes == p.num_nodes) continue;
-    std::vector<char> seen(p.num_nodes, 0);
-    for (int32_t i = 0; i < plan.num_nodes; ++i) seen[plan.nodes[i]] = 1;
-    for (int32_t node = 0; node < p.num_nodes; ++node) {
-      if (seen[node]) continue;
-      const int64_t at = (b * p.num_nodes + node) * p.num_q_heads;
-      std::memset(p.out + at * p.v_dim * out_bytes, 0, p.num_q_heads * p.v_dim * out_bytes);
-      for (int32_t h = 0; h < p.num_q_heads; ++h) {
-        static_cast<Real*>(p.lse)[at + h] = static_cast<Real>(p.sinks ? p.sinks[h] : -__builtin_inf());
-      }
-    }
-  }
-}
+namespace {
 
 void run(const Call& call, int64_t out_bytes) {
   const Problem& p = call.problem;
@@ -68,11 +48,7 @@ void run(const Call& call, int64_t out_bytes) {
     multiplications +=
         static_cast<double>(call.prefix(b) + p.num_nodes) * p.num_nodes * p.num_q_heads * (p.qk_dim + p.v_dim);
   }
-  if (p.q_element == Element::kDouble) {
-    write_padding<double>(call, plans, out_bytes);
-  } else {
-    write_padding<float>(call, plans, out_bytes);
-  }
+  write_padding(call, plans, out_bytes);
   // Waking the other threads costs about as much as this.
   constexpr double kPerThread = 1 << 20;
   const int64_t threads = std::max<int64_t>(

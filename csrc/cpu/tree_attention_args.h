@@ -1,7 +1,9 @@
 // Tensors to the plain structs of tree_attention.h.
 #pragma once
 
+#include <cstring>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -11,6 +13,9 @@
 
 namespace specdec {
 namespace attention {
+
+// The best kernel of the instruction sets that may be used.
+const Kernel& find_kernel(Element q, Element cache);
 
 struct Options {
   std::optional<double> scale, softcap;
@@ -158,6 +163,34 @@ inline void check_pages(const Call& call, int64_t num_pages) {
       const int64_t page = p.block_table[row * p.table_strides[0] + i * p.table_strides[1]];
       STD_TORCH_CHECK(page >= 0 && page < num_pages, "block_table must be in [0, ", num_pages - 1, "], got ", page);
     }
+  }
+}
+
+// Nodes that see nothing, the padding: out = 0, lse = the sink or -inf.
+template <class Real>
+void write_padding_as(const Call& call, const std::vector<std::unique_ptr<Planner>>& plans, int64_t out_bytes) {
+  const Problem& p = call.problem;
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const Plan& plan = plans[b]->plan();
+    if (plan.num_nodes == p.num_nodes) continue;
+    std::vector<char> seen(p.num_nodes, 0);
+    for (int32_t i = 0; i < plan.num_nodes; ++i) seen[plan.nodes[i]] = 1;
+    for (int32_t node = 0; node < p.num_nodes; ++node) {
+      if (seen[node]) continue;
+      const int64_t at = (b * p.num_nodes + node) * p.num_q_heads;
+      std::memset(p.out + at * p.v_dim * out_bytes, 0, p.num_q_heads * p.v_dim * out_bytes);
+      for (int32_t h = 0; h < p.num_q_heads; ++h) {
+        static_cast<Real*>(p.lse)[at + h] = static_cast<Real>(p.sinks ? p.sinks[h] : -__builtin_inf());
+      }
+    }
+  }
+}
+
+inline void write_padding(const Call& call, const std::vector<std::unique_ptr<Planner>>& plans, int64_t out_bytes) {
+  if (call.problem.q_element == Element::kDouble) {
+    write_padding_as<double>(call, plans, out_bytes);
+  } else {
+    write_padding_as<float>(call, plans, out_bytes);
   }
 }
 

@@ -67,11 +67,19 @@ class Schedule {
     for (;;) {
       const int64_t i = next_task_.fetch_add(1, std::memory_order_relaxed);
       if (i >= num_tasks()) return;
-      const auto& [task, split] = tasks_[i];
-      kernel_.attend(problem_, plan(task.batch), task, memory);
-      if (split == nullptr || split->left.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-      kernel_.merge(problem_, plan(task.batch), split->whole, memory);
+      run_task(problem_, i, memory);
     }
+  }
+
+  size_t workspace_bytes() const { return workspace_bytes_; }
+
+  // One task, of this problem or one that differs in its tensors only. When all were run, they may be run again.
+  void run_task(const Problem& problem, int64_t i, void* memory) {
+    const auto& [task, split] = tasks_[i];
+    kernel_.attend(problem, plan(task.batch), task, memory);
+    if (split == nullptr || split->left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    kernel_.merge(problem, plan(task.batch), split->whole, memory);
+    split->left.store(split->count, std::memory_order_relaxed);
   }
 
  private:
@@ -79,6 +87,7 @@ class Schedule {
   struct Split {
     Task whole;
     std::unique_ptr<char[]> partials;
+    int32_t count;
     std::atomic<int32_t> left;
   };
 
@@ -164,6 +173,7 @@ class Schedule {
       task.group_end = std::min(begin + groups_per_split, end);
       tasks_.push_back({task, split});
     }
+    split->count = count;
     split->left = count;
   }
 

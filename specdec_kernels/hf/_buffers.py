@@ -23,6 +23,8 @@ class LayerBuffers:
         self._stacked: Tensor | None = None
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
         self._reserved: list[Tensor] = []
+        # What `views` gave last, for layers of which shape; making them anew in each step takes a part of it.
+        self._views: tuple[list[Tensor], tuple[int, ...]] = [], ()
 
     @property
     def is_initialized(self) -> bool:
@@ -73,6 +75,15 @@ class LayerBuffers:
             )
         return layer
 
+    def views(self, states: Tensor, *, all_rows: bool) -> list[Tensor]:
+        """Return K and V of every layer, ``(B, S, Hk, D)`` each, for states as in `layer`, the same for all layers."""
+        views, shape = self._views
+        if not views or shape != self._shape(states, all_rows):
+            layers = [self.layer(index, states, states, all_rows=all_rows) for index in range(len(self._layers))]
+            views = [buffer.transpose(1, 2) for layer in layers for buffer in layer]
+            self._views = views, self._shape(states, all_rows)
+        return views
+
     def _shape(self, states: Tensor, all_rows: bool) -> tuple[int, int, int, int]:
         batch_size, capacity = self._size
         return states.shape[0] if all_rows else batch_size, states.shape[1], capacity, states.shape[3]
@@ -81,6 +92,7 @@ class LayerBuffers:
         self, index: int, key_states: Tensor, value_states: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]
     ) -> tuple[Tensor, Tensor]:
         dtype = self._dtype or key_states.dtype
+        self._views = [], ()
         if key_states.shape[0] != self._size[0]:
             raise ValueError(f"TreeCache: states must have batch size {self._size[0]}, got {key_states.shape[0]}")
         if shapes[0] == shapes[1] and not any(self._layers):

@@ -139,6 +139,19 @@ class TreeCache(Cache):
         keys, values = self._buffers.layer(layer_idx, states, states, all_rows=self._selected is None)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
+    def claim_layers(self, states: Tensor) -> list[Tensor]:
+        """Return what `claim` returns for every layer: K of the first one, V of it, K of the second, …
+
+        Args:
+            states: as in `claim`; all layers are alike.
+
+        Raises:
+            ValueError: as `update`.
+        """
+        self._begin_step(states.shape[1])
+        states = states.transpose(1, 2)
+        return self._buffers.views(states, all_rows=self._selected is None)
+
     @contextmanager
     def addressed_by(self, prefix_len: Tensor) -> Iterator[None]:
         """Inside, take the lengths from a tensor alone ``(B,) int32``: nothing known on the host decides where rows go.

@@ -80,22 +80,38 @@ class FusedLayer(OwnForward):
         attention, mlp = layer._modules["self_attn"], layer._modules["mlp"]
         self._skips_attention = self._skips_mlp = False
         self._index: int = attention.layer_idx
-        self._head_dim: int = attention.head_dim
-        self._scale: float = attention.scaling
-        self._window = _window(config, attention)
-        self._rotates = bool(getattr(attention, "use_rope", True))
-        self._multiplier: float = getattr(layer, "residual_multiplier", 1.0)
-        self._eps: float = layer.input_layernorm.variance_epsilon
+        self.head_dim: int = attention.head_dim
+        self.scale: float = attention.scaling
+        self.window = _window(config, attention)
+        self.rotates = bool(getattr(attention, "use_rope", True))
+        self.multiplier: float = getattr(layer, "residual_multiplier", 1.0)
+        self.eps: float = layer.input_layernorm.variance_epsilon
         places = [(layer, "input_layernorm"), *((attention, name) for name in _ATTENTION)]
         places += [(layer, "post_attention_layernorm"), *((mlp, name) for name in _MLP)]
         places += [(attention, name) for name in _NORMS if name in attention._modules]
         parts = [parent._modules[name] for parent, name in places]
         # Looked up here once: attributes of modules are slow, and this is asked thirty times a step.
-        self._parts = [
+        self.parts = [
             (parent._modules, name, part, part._parameters, part._forward_hooks, part._forward_pre_hooks)
             for part, (parent, name) in zip(parts, places, strict=True)
         ]
-        self._num_kv_heads = parts[2].out_features // self._head_dim
+        self._num_kv_heads = parts[2].out_features // self.head_dim
+
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """``(Hk, D)``."""
+        return self._num_kv_heads, self.head_dim
+
+    @property
+    def linear_parameters(self) -> list[dict[str, Any]]:
+        """Return the parameters of q, k, v, o, gate, up and down."""
+        return [self.parts[i][3] for i in (1, 2, 3, 4, 6, 7, 8)]
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """Return what has to be the same in all layers that run in one call, but for the values of the weights."""
+        shapes = tuple(tuple(parameters["weight"].shape) for _, _, _, parameters, _, _ in self.parts)
+        return self.scale, self.eps, self.multiplier, self.kv_shape, shapes
 
     def without(self, attention: bool, mlp: bool, layer: Any) -> "FusedLayer":
         """Return the forward of a copy of the layer that leaves out its attention, its MLP, or both."""
@@ -108,52 +124,42 @@ class FusedLayer(OwnForward):
         state: Any = kwargs.get("tree_state")
         cache: Any = kwargs.get("cache", kwargs.get("past_key_values"))
         is_ours = state is not None and isinstance(cache, TreeCache) and cache.dtype in (None, DTYPE)
-        weights = self._weights() if is_ours and self.is_usable(hidden_states) else None
+        weights = unhindered_weights(self.parts) if is_ours and self.is_usable(hidden_states) else None
         if weights is None:
             return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
         if not self._skips_attention:
-            normed = ops.rms_norm.default(hidden_states, weights[0], self._eps)
+            normed = ops.rms_norm.default(hidden_states, weights[0], self.eps)
             qkv = ops.linear.default(normed, weights[1:4], self._biases(1, 4), None)
             attended = self._attend(qkv, weights[9:], cache, state, kwargs["position_embeddings"])
             hidden_states = self._add(hidden_states, attended, weights, 4)
         if not self._skips_mlp:
-            normed = ops.rms_norm.default(hidden_states, weights[5], self._eps)
+            normed = ops.rms_norm.default(hidden_states, weights[5], self.eps)
             biases = self._biases(6, 8) or (None, None)
             gated = ops.gated_linear.default(normed, weights[6], weights[7], *biases)
             hidden_states = self._add(hidden_states, gated, weights, 8)
         return hidden_states
 
-    def _weights(self) -> list[Tensor] | None:
-        """Return the weights of the parts, or None where a part is not to be passed over."""
-        weights = []
-        for siblings, name, part, parameters, hooks, pre_hooks in self._parts:
-            weight = parameters["weight"]
-            if hooks or pre_hooks or siblings[name] is not part or weight.dtype is not DTYPE:
-                return None
-            weights.append(weight)
-        return weights
-
     def _biases(self, begin: int, end: int) -> list[Tensor]:
-        biases = [parameters["bias"] for _, _, _, parameters, _, _ in self._parts[begin:end]]
+        biases = [parameters["bias"] for _, _, _, parameters, _, _ in self.parts[begin:end]]
         return [] if biases[0] is None else biases
 
     def _add(self, residual: Tensor, x: Tensor, weights: list[Tensor], index: int) -> Tensor:
         """Add a projection to the residual."""
         biases = self._biases(index, index + 1)
-        if self._multiplier == 1.0:
+        if self.multiplier == 1.0:
             return ops.linear.default(x, [weights[index]], biases, residual)
-        return residual + ops.linear.default(x, [weights[index]], biases, None) * self._multiplier
+        return residual + ops.linear.default(x, [weights[index]], biases, None) * self.multiplier
 
     def _attend(
         self, qkv: Tensor, norms: list[Tensor], cache: TreeCache, state: TreeState, angles: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Write K and V, and return what the nodes see ``(B, T, Hq · D)``."""
         batch, num_nodes, width = qkv.shape
-        qkv = qkv.view(batch, num_nodes, width // self._head_dim, self._head_dim)
+        qkv = qkv.view(batch, num_nodes, width // self.head_dim, self.head_dim)
         num_kv_heads = self._num_kv_heads
         q, key_states = qkv[:, :, : -2 * num_kv_heads], qkv[:, :, -num_kv_heads:]
         k, v = cache.claim(key_states, self._index)
-        cos, sin = angles if self._rotates else (None, None)
+        cos, sin = angles if self.rotates else (None, None)
         q_norm, k_norm = norms or (None, None)
         ops.rotary_cache_write_.default(
             *(qkv, cos, sin, k, v, state.prefix_len),
@@ -161,18 +167,29 @@ class FusedLayer(OwnForward):
             slots=None if state.slots is None else state.slots[:, 0],
             q_norm=q_norm,
             k_norm=k_norm,
-            eps=self._eps,
+            eps=self.eps,
         )
         if state.first_node:
             q = F.pad(q, (0, 0, 0, 0, state.first_node, 0))
         tree = state.tree_mask, state.prefix_len
         if state.slots is None:
-            out, _lse = ops.tree_attention.default(q, k, v, *tree, scale=self._scale, window=self._window)
+            out, _lse = ops.tree_attention.default(q, k, v, *tree, scale=self.scale, window=self.window)
         else:
             # As in `tree_attention_forward`: rows of the cache are pages.
-            options = {"scale": self._scale, "window": self._window}
+            options = {"scale": self.scale, "window": self.window}
             out, _lse = ops.paged_tree_attention.default(q, k, v, state.slots, *tree, **options)
         return out[:, state.first_node :].flatten(2)
+
+
+def unhindered_weights(parts: list[tuple[Any, ...]]) -> list[Tensor] | None:
+    """Return the weights of parts of layers, or None where one is not to be passed over."""
+    weights = []
+    for siblings, name, part, parameters, hooks, pre_hooks in parts:
+        weight = parameters["weight"]
+        if hooks or pre_hooks or siblings[name] is not part or weight.dtype is not DTYPE:
+            return None
+        weights.append(weight)
+    return weights
 
 
 def _window(config: PreTrainedConfig, attention: Any) -> int | None:

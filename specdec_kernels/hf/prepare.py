@@ -2,6 +2,7 @@
 
     layer        norm  q k v  rotary  cache  attention  o  +  norm  gate up  SiLU ·  down  +       some thirty operators
     prepared     norm  q k v  rotary+cache   attention  o+    norm  gate up SiLU ·   down+         eight
+    whole step   the same for all layers                                                           one
 
 Every module stays the object that it is, with its class, its parameters and its hooks; it only gets a ``forward`` of
 its own, an attribute, which calls that of its class wherever it cannot do the same faster.
@@ -14,8 +15,10 @@ from transformers import PreTrainedModel
 
 from .. import _native
 from .._ops import ops
+from . import _compat
 from .families import FAMILIES, check_supported
 from .fused_layer import DTYPE, OwnForward, fused_layer
+from .fused_stack import fused_stack
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "c_fc", "c_proj")
@@ -25,9 +28,9 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Make a model's inference in bf16 on the CPU faster, in place, until `restore`.
 
     Linear layers compute with `specdec_kernels.linear`, which reads weights as they lie, with a single row, too; in
-    `HFTarget` the decoder layers of Llama and of families that differ from it little (`FUSED_FAMILIES`) become a few
-    calls each. The results are those of the model as it was, up to the rounding of sums. The bits of a row do not
-    depend on how many rows there are.
+    `HFTarget` the decoder layers of Llama and of families that differ from it little become one call for all of them
+    (`STACKED_FAMILIES`), or a few each (`FUSED_FAMILIES`). The results are those of the model as it was, up to the
+    rounding of sums. The bits of a row do not depend on how many rows there are.
 
     From outside the model is the same: its modules, parameters, hooks and state dict; copies are prepared, too. Where
     a model, a dtype (fp32, fp16), a device or a mode (training, gradients, ``torch.compile``) is not what this is made
@@ -73,6 +76,9 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
         fused = None if "forward" in vars(layer) else fused_layer(model.config, layer)
         if fused is not None:
             _give(layer, fused)
+    stack = fused_stack(model.config, model.base_model, _compat.cache_argument(model))
+    if stack is not None:
+        _give(model.base_model, stack)
     return model
 
 

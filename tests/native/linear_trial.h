@@ -63,7 +63,8 @@ class LinearTrial {
                   const Numbers& out) {
     call.out = out.data();
     const specdec::medusa::Machine machine = machine_of(kernel, num_threads);
-    specdec::linear::Run(machine, call).run();
+    const specdec::medusa::Bytes operands(kernel->operand_bytes(call.num_rows(), call.width));
+    specdec::linear::Run(*kernel, call, operands.data()).run(machine);
   }
 
   Sum sum(int64_t row, size_t matrix, int64_t weight_row) const {
