@@ -108,8 +108,10 @@ void check_ranking(const Call& call, const Numbers& logits, const Ranked& ranked
 
 void try_one(Element element, const Kernel* kernel) {
   const bool own = below(2), base = !own && below(2);
-  const int64_t c = pick({1, 3, 16, 31, 33, 64, 150}), v = pick({1, 5, 6, 13, 191, 192, 193, 500});
-  const Trial trial(element, 1 + below(6), 1 + below(4), below(3), c, v, own, base);
+  const bool is_long = below(4) == 0;  // rows that do not stay in the first-level cache
+  const int64_t c = is_long ? 2051 : pick({1, 3, 16, 31, 33, 64, 150});
+  const int64_t v = is_long ? pick({1, 5, 6, 13}) : pick({1, 5, 6, 13, 191, 192, 193, 500});
+  const Trial trial(element, 1 + below(6), 1 + below(4), is_long ? 0 : below(3), c, v, own, base);
   const Call& call = trial.call;
   const int64_t k = 1 + below(std::min<int64_t>(v, 64));
   std::vector<int64_t> vocab_map(below(2) ? v : 0);

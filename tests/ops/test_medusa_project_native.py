@@ -66,17 +66,20 @@ def test_more_rows_than_stay_in_the_cache(dtype, isa) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("projection", ["own", "shared"])
-def test_a_row_is_the_same_in_every_company(projection, dtype, isa) -> None:
+@pytest.mark.parametrize("shape", [(7, 3, 2, 70, 450), (7, 2, 0, 8203, 29)], ids=["short", "long"])
+def test_a_row_is_the_same_in_every_company(shape, projection, dtype, isa) -> None:
     """Bits depend on the row and the weights: not on the batch, the place in it, nor on the other rows of weights."""
-    hidden, w_res, b_res, w_out = make_inputs(((7, 3, 2, 70, 450), dtype, projection, True))
+    hidden, w_res, b_res, w_out = make_inputs((shape, dtype, projection, True))
+    k = min(64, shape[-1])
     logits = medusa_project(hidden, w_res, b_res, w_out)
-    ranked = medusa_project_topk(hidden, w_res, b_res, w_out, 64)
-    for row in range(7):
-        alone = medusa_project_topk(hidden[row : row + 1], w_res, b_res, w_out, 64)
-        for have, want in zip(alone, ranked, strict=True):
-            assert torch.equal(have[0], want[row])
-        assert torch.equal(medusa_project(hidden[row : row + 1], w_res, b_res, w_out)[0], logits[row])
-    assert torch.equal(medusa_project(hidden, w_res, b_res, w_out[..., 200:431, :]), logits[..., 200:431])
+    ranked = medusa_project_topk(hidden, w_res, b_res, w_out, k)
+    for rows in (*(slice(row, row + 1) for row in range(7)), slice(1, 3), slice(2, 5), slice(2, 7)):
+        some = medusa_project_topk(hidden[rows], w_res, b_res, w_out, k)
+        for have, want in zip(some, ranked, strict=True):
+            assert torch.equal(have, want[rows])
+        assert torch.equal(medusa_project(hidden[rows], w_res, b_res, w_out), logits[rows])
+    some = slice(shape[-1] * 4 // 9, shape[-1] - 3)
+    assert torch.equal(medusa_project(hidden, w_res, b_res, w_out[..., some, :]), logits[..., some])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
