@@ -90,12 +90,14 @@ class Case:
     rows: int  # packed rows T · Hq / Hk, which choose the tile
     page: int = 0  # 0: contiguous
     with_options: bool = True  # window, softcap, sinks: the fullest kernel
+    aligned: bool = True  # strides are multiples of 16
 
     def __str__(self) -> str:
         dims = f"D{self.dims[0]}" + (f"/{self.dims[1]}" if self.dims[0] != self.dims[1] else "")
         cache = self.dtype if self.cache == self.dtype else f"{self.dtype}/{self.cache}"
         page = f"-page{self.page}" if self.page else ""
-        return f"{cache}-{dims}-rows{self.rows}{page}{'-options' if self.with_options else ''}"
+        flags = "-options" * self.with_options + "-unaligned" * (not self.aligned)
+        return f"{cache}-{dims}-rows{self.rows}{page}{flags}"
 
     def launch(self) -> None:
         """Call the launcher."""
@@ -120,7 +122,8 @@ def launch_tree_attention(case: Case) -> None:
     group_size, num_kv_heads, capacity = 4, 2, 4096
     num_nodes = case.rows // group_size
     q = torch.empty(1, num_nodes, num_kv_heads * group_size, case.dims[0], dtype=DTYPES[case.dtype])
-    k, v = (torch.empty(1, capacity, num_kv_heads, dim, dtype=DTYPES[case.cache]) for dim in case.dims)
+    gap = 0 if case.aligned else 1
+    k, v = (torch.empty(1, capacity, num_kv_heads, dim + gap, dtype=DTYPES[case.cache])[..., :dim] for dim in case.dims)
     mask = torch.empty(1, num_nodes, (num_nodes + 63) // 64, dtype=torch.int64)
     prefix_len = torch.empty(1, dtype=torch.int32)
     options = dict.fromkeys(("scale", "softcap", "window", "sinks", "k_scale", "v_scale"))
@@ -129,7 +132,7 @@ def launch_tree_attention(case: Case) -> None:
     if case.cache != case.dtype:
         options |= {"k_scale": torch.empty(num_kv_heads), "v_scale": torch.empty(num_kv_heads)}
     if case.page:
-        k, v = (x.view(-1, case.page, num_kv_heads, x.shape[3]) for x in (k, v))
+        k, v = (x[0].unflatten(0, (-1, case.page)) for x in (k, v))
         table = torch.empty(1, capacity // case.page, dtype=torch.int32)
         paged_tree_attention_triton(q, k, v, table, mask, prefix_len, **options)
     else:
@@ -180,9 +183,11 @@ def tree_attention_cases(everything: bool = False) -> Iterator[Case]:
                 for page in (0, 16, 256) if everything else (0,):
                     yield from (Case("tree_attention", dtype, cache, dims, rows, page, flag) for flag in (True, False))
     for dtype, dims in itertools.product(("fp32", "tf32"), DIMS + (MORE_DIMS if everything else [])):
-        if dtype == "tf32" and max(dims) > 128:  # runs on the reference
+        if dtype == "tf32" and max(dims) > 128:  # takes the kernel of fp32
             continue
         yield from (Case("tree_attention", dtype, dtype, dims, 16, 0, flag) for flag in (True, False))
+    for (dtype, cache), dim in itertools.product([("bf16", "bf16"), ("bf16", "fp8"), ("fp32", "fp32")], (64, 128, 256)):
+        yield Case("tree_attention", dtype, cache, (dim, dim), 16, aligned=False)
 
 
 def medusa_project_cases(everything: bool = False) -> Iterator[HeadsCase]:

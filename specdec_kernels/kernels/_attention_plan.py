@@ -57,15 +57,23 @@ def choose_plan(
     v_dim: int,
     num_rows: int,
     precision: str = "ieee",
+    aligned: bool = True,
 ) -> Plan | None:
     """Choose the launch parameters for ``num_rows = T · Hq / Hk`` packed rows; None when the file has no entry.
 
-    The file's own ``rule`` says why its entries are what they are.
+    ``aligned`` says that dims, strides and addresses let tiles be read 16 bytes at a time. The file's own ``rule`` says
+    why its entries are what they are.
     """
     kinds = {cache_dtype: "fp16", torch.float32: "fp32", torch.float64: "fp64"}  # of q
-    kind = precision if precision == "tf32" else kinds.get(q_dtype, "quantised")
+    kind = kinds.get(q_dtype, "quantised")
     parameters = _common.launch_parameters("tree_attention", device.names)
-    tiles = parameters.get(kind, {}).get(str(_common.block(max(head_dim, v_dim, 64))))
+    dims = str(_common.block(max(head_dim, v_dim, 64)))
+    if precision == "tf32" and aligned and dims in parameters["tf32"]:
+        kind = "tf32"
+    else:
+        precision = "ieee"
+    special = {} if aligned else parameters.get("unaligned", {}).get(kind, {})
+    tiles = special.get(dims) or parameters.get(kind, {}).get(dims)
     if tiles is None:
         return None
     tile = fitting_tile(tiles, num_rows, v_dim)

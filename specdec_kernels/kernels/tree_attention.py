@@ -205,7 +205,17 @@ def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Plan | None:
     q_shape, v_shape = q.shape, v_cache.shape
     num_rows = q_shape[1] * (q_shape[2] // v_shape[2])
     device, precision = _common.device_of(q), _common.dot_precision(q)
-    return choose_plan(device, q.dtype, k_cache.dtype, q_shape[3], v_shape[3], num_rows, precision)
+    dims = q_shape[3], v_shape[3]
+    return choose_plan(device, q.dtype, k_cache.dtype, *dims, num_rows, precision, _is_aligned(q, k_cache, v_cache))
+
+
+def _is_aligned(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Say whether tiles can be read 16 bytes at a time: Triton asks for strides and addresses in multiples of 16."""
+    bits = q.shape[3] | v_cache.shape[3]
+    for tensor in (q, k_cache, v_cache):
+        outer, row, head, _ = tensor.stride()
+        bits |= outer | row | head | tensor.data_ptr()
+    return bits % 16 == 0
 
 
 def _attend(

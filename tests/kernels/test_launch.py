@@ -66,7 +66,7 @@ def test_the_short_way_starts_the_same(monkeypatch, nothing_known) -> None:
     """Each call twice, in turn: binaries, grids and arguments are those of Triton's own way."""
     calls = [*CALLS, *CALLS]
     short = started(calls)
-    assert len(nothing_known) == len(CALLS) + 2  # and the merge, with and without a window
+    assert len(nothing_known) == len(CALLS) + 3  # and the merge: with and without a window, and for unaligned memory
     monkeypatch.setattr(_launch, "_LIMIT", 0)  # keeps the last only
     nothing_known.clear()
     assert short == started(calls)

@@ -28,13 +28,13 @@ def all_faults(architecture: str, case: Case, kernels: list[_aot.Compiled]) -> l
     """Return what is wrong with the kernels of a case, by all gates."""
     device, precision = _aot.ARCHITECTURES[architecture].device, "tf32" if case.dtype == "tf32" else "ieee"
     dtypes = DTYPES[case.dtype], DTYPES[case.cache]
-    plan = module.choose_plan(device, *dtypes, *case.dims, case.rows, precision)
+    plan = module.choose_plan(device, *dtypes, *case.dims, case.rows, precision, case.aligned)
     found = [f"{kernel.name}: {fault}" for kernel in kernels for fault in kernel.faults()]
     found += ["does not fit"] * any(kernel.programs_per_multiprocessor < 1 for kernel in kernels)
     attention = {kernel.name: kernel for kernel in kernels}[ATTENTION]
     if case.dtype != "fp32" or architecture.startswith("gfx"):  # NVIDIA's matrix units know no IEEE products
         found += matrix_faults(attention, plan.block_m)
-    return found + load_faults(attention, case.page > 0, case.cache in ("fp8", "int8"))
+    return found if not case.aligned else found + load_faults(attention, case.page > 0, case.cache in ("fp8", "int8"))
 
 
 # The fullest kernels of the commonest entries; then what differs besides: pages smaller and larger than a tile, stored
@@ -83,10 +83,13 @@ def test_every_entry_has_a_case() -> None:
     """The cases above reach every tile of every file."""
     for architecture in _aot.ARCHITECTURES.values():
         parameters = _common.launch_parameters("tree_attention", architecture.device.names)
-        tiles = {id(t) for kind, dims in parameters.items() if kind != "rule" for entry in dims.values() for t in entry}
+        unaligned = parameters.get("unaligned", {})
+        kinds_of_cache = [parameters[kind] for kind in ("fp16", "quantised", "fp32", "tf32")] + list(unaligned.values())
+        tiles = {id(tile) for dims in kinds_of_cache for entry in dims.values() for tile in entry}
         for one in tree_attention_cases():
             kinds = {one.cache: "fp16", "fp32": "fp32", "tf32": "tf32"}
-            entry = parameters[kinds.get(one.dtype, "quantised")][str(_common.block(max(*one.dims, 64)))]
+            entries = parameters if one.aligned else unaligned or parameters
+            entry = entries[kinds.get(one.dtype, "quantised")][str(_common.block(max(*one.dims, 64)))]
             tiles.discard(id(fitting_tile(entry, one.rows, one.dims[1])))
         assert not tiles
 

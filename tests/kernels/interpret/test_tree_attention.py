@@ -72,12 +72,18 @@ def test_tiles(nodes, heads, dims) -> None:
     check(case, attend(case))
 
 
-@pytest.mark.parametrize("dims", [(256, 256), (200, 256), (192, 40), (130, 1), (48, 256)])
+@pytest.mark.parametrize(
+    ("dims", "layout", "piece"),
+    [
+        *(((256, 256), "bhsd", 64), ((192, 48), "bhsd", 64), ((48, 256), "bhsd", 64)),
+        *(((200, 256), "gaps", 32), ((130, 1), "gaps", 32)),
+    ],
+)
 @pytest.mark.parametrize("page", [0, 4], ids=["contiguous", "paged"])
-def test_fp32_takes_many_dims_in_pieces(page, dims) -> None:
+def test_fp32_takes_many_dims_in_pieces(page, dims, layout, piece) -> None:
     """Each dim once, none of a neighbour: 256 are four pieces of 64, of 200 and 130 the last is not whole."""
-    case = make_case(2, (35, 5), 5, (4, 2), dims, FP32, "gaps", trees=2, window=30)
-    assert _plan(case.q, case.k, case.v).block_d == 64
+    case = make_case(2, (35, 5), 5, (4, 2), dims, FP32, layout, trees=2, window=30)
+    assert _plan(case.q, case.k, case.v).block_d == piece
     with measure():  # raises where anything else is read
         check(case, attend(case, page))
 
