@@ -218,7 +218,8 @@ def plot(path: Path) -> Path:
     points.axvline(1, color="black", linewidth=0.7)
     points.set_xlabel("tokens/s over HF generate, by kind of task (geometric mean)")
     points.legend(fontsize="small")
-    figure.suptitle(_title(run.head, len(run.of(names[0]))))
+    # The slowest may have been asked for a few prompts only.
+    figure.suptitle(_title(run.head, max(len(run.of(name)) for name in names)))
     svg = path.with_suffix(".svg")
     figure.savefig(svg)
     return svg
