@@ -93,8 +93,8 @@ class LayerBuffers:
     ) -> tuple[Tensor, Tensor]:
         dtype = self._dtype or key_states.dtype
         self._views = [], ()
-        if key_states.shape[0] != self._size[0]:
-            raise ValueError(f"TreeCache: states must have batch size {self._size[0]}, got {key_states.shape[0]}")
+        if shapes[0][0] != self._size[0]:
+            raise ValueError(f"TreeCache: states must have batch size {self._size[0]}, got {shapes[0][0]}")
         if shapes[0] == shapes[1] and not any(self._layers):
             self._stacked = key_states.new_empty((2 * len(self._layers), *shapes[0]), dtype=dtype)
         if self._stacked is not None:

@@ -36,3 +36,17 @@ def prompt_chunks(lengths: Tensor, width: int) -> Iterator[tuple[int, int, Seque
         size = next((end for padding, end in spared if padding >= SPARED_PADDING), size)
         yield start, size, rows
         start += size
+
+
+def check_prompts(ids: Tensor, lengths: Tensor, batch_size: int, capacity: int) -> int:
+    """Return the width ``L`` of prompts ``ids (B, L)``; raise ValueError unless `HFTarget.prefill` can take them."""
+    longest = ids.shape[-1]
+    if ids.shape != (batch_size, longest) or longest < 1:
+        raise ValueError(f"HFTarget.prefill: ids must have shape ({batch_size}, L), L >= 1, got {tuple(ids.shape)}")
+    if lengths.shape != (batch_size,):
+        raise ValueError(f"HFTarget.prefill: lengths must have shape ({batch_size},), got {tuple(lengths.shape)}")
+    if longest > capacity:
+        raise ValueError(f"HFTarget.prefill: {longest} tokens do not fit into a capacity of {capacity}")
+    if lengths.device.type == "cpu" and not bool(((lengths >= 1) & (lengths <= longest)).all()):
+        raise ValueError(f"HFTarget.prefill: lengths must be in [1, {longest}], got {lengths.tolist()}")
+    return longest

@@ -11,7 +11,7 @@ from ..decoding.drafting import ChainLayout
 from ..decoding.protocols import LayerPlan, TargetOutput
 from ..tree.mask import WORD_BITS, num_words
 from . import _compat
-from ._chunks import PREFILL_CHUNK, prompt_chunks
+from ._chunks import PREFILL_CHUNK, check_prompts, prompt_chunks
 from .attention import IMPLEMENTATION, TreeState
 from .cache import TreeCache
 from .families import check_supported
@@ -142,7 +142,7 @@ class HFTarget:
         Raises:
             ValueError: a wrong shape or length, or ``L`` is beyond the capacity.
         """
-        longest = self._check_prompts(ids, lengths)
+        longest = check_prompts(ids, lengths, self.cache.batch_size, self.capacity)
         last = lengths.to(torch.int64) - 1
         ids = torch.where(torch.arange(longest, device=ids.device) <= last[:, None], ids, 0)
         self.cache.reset()
@@ -176,6 +176,31 @@ class HFTarget:
         self.cache.truncate(lengths)
         self.run_only(range(len(ids)))
         return output._replace(tapped=torch.cat(tapped, dim=1)) if tapped else output
+
+    def refill(self, row: int, ids: Tensor) -> None:
+        """Forget one row of the batch and commit other tokens there; the other rows keep what they have.
+
+        So a batch goes on when one of its texts has ended. Rows chosen by `run_only` stay chosen.
+
+        Args:
+            row: 0 … B−1.
+            ids: ``(n,) int64``, ``n ≥ 0``.
+
+        Raises:
+            ValueError: the tokens do not fit behind the longest row (the row is empty then).
+        """
+        is_row = torch.arange(self.cache.batch_size, device=ids.device) == row
+        self.cache.truncate(torch.where(is_row, 0, self.cache.prefix_len))
+        chosen, self._rows = self._rows, torch.tensor([row], device=ids.device)
+        try:
+            for start, size, _ in prompt_chunks(is_row.new_full((1,), len(ids), dtype=torch.int32), len(ids)):
+                depths = self._chain.depths(size)
+                self.cache.select(self._rows)
+                self._run(ids[None, start : start + size], self._chain.mask(size), depths, select=_nothing)
+                self.cache.commit(depths[:, 1:].expand(len(is_row), -1), is_row * (size - 1), is_row)
+        finally:
+            self._rows = chosen
+            self.cache.select(chosen)
 
     def forward(self, ids: Tensor, tree_mask: Tensor, depths: Tensor) -> TargetOutput:
         """Run the nodes of a draft tree behind the committed prefix; commits nothing.
@@ -343,18 +368,6 @@ class HFTarget:
             raise ValueError(
                 f"HFTarget.{name}: depths must have shape ({batch} or 1, {num_nodes}), got {tuple(depths.shape)}"
             )
-
-    def _check_prompts(self, ids: Tensor, lengths: Tensor) -> int:
-        batch, longest = self.cache.batch_size, ids.shape[-1]
-        if ids.shape != (batch, longest) or longest < 1:
-            raise ValueError(f"HFTarget.prefill: ids must have shape ({batch}, L), L >= 1, got {tuple(ids.shape)}")
-        if lengths.shape != (batch,):
-            raise ValueError(f"HFTarget.prefill: lengths must have shape ({batch},), got {tuple(lengths.shape)}")
-        if longest > self.capacity:
-            raise ValueError(f"HFTarget.prefill: {longest} tokens do not fit into a capacity of {self.capacity}")
-        if lengths.device.type == "cpu" and not bool(((lengths >= 1) & (lengths <= longest)).all()):
-            raise ValueError(f"HFTarget.prefill: lengths must be in [1, {longest}], got {lengths.tolist()}")
-        return longest
 
 
 def _with_twin(tree_mask: Tensor) -> Tensor:

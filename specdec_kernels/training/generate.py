@@ -9,15 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.masking_utils import sdpa_mask
 
-from ..hf._compat import attention_configs, attention_implementation, cache_argument
+from ..hf.target import HFTarget
 
-ATTENTION_NAME = "specdec_row_decode"
 SAMPLING_TOP_K = 50  # what `generate(do_sample=True)` keeps when nothing is said
 
 
@@ -71,83 +66,6 @@ class Limits:
     answer_len: int = 256
     user_temperature: float = 1.0
     answer_temperature: float = 0.7
-
-
-def row_decode_attention(module, query, key, value, attention_mask, *, scaling, dropout=0.0, **options):
-    """Attend with one query token for each row, its heads folded into query rows so that K and V are never repeated.
-
-    Several query tokens (a prompt alone in the cache) take the causal path.
-
-    Raises:
-        NotImplementedError: the model asks for a soft cap, sinks, or a window shorter than the texts.
-    """
-    window = options.get("sliding_window")
-    if options.get("softcap") or options.get("s_aux") is not None or (window and window < key.shape[2]):
-        raise NotImplementedError(
-            "generating training data supports plain full attention (Llama, Mistral, Qwen, …), not soft caps, "
-            "attention sinks, or texts longer than the sliding window"
-        )
-    batch, num_heads, num_tokens, head_dim = query.shape
-    if num_tokens > 1 or attention_mask is None:
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=num_tokens > 1, scale=scaling, enable_gqa=num_heads != key.shape[1]
-        )
-        return out.transpose(1, 2), None
-    folded = query.reshape(batch, key.shape[1], -1, head_dim)
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(batch, 1, num_heads, head_dim), None
-
-
-class _SlotLayer(CacheLayerMixin):
-    """Preallocated rows of one layer; ``slots`` says which rows a call writes, and where."""
-
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, slots: "_SlotCache"):
-        super().__init__()
-        self.slots = slots
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        shape = (self.slots.num_slots, key_states.shape[1], self.slots.capacity, key_states.shape[3])
-        self.keys, self.values = key_states.new_zeros(shape), value_states.new_zeros(shape)
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        rows, positions, width = self.slots.rows, self.slots.positions, self.slots.width
-        # An advanced index on both sides of a slice puts the indexed dimensions first: (rows, tokens, heads, dim).
-        self.keys[rows[:, None], :, positions] = key_states.transpose(1, 2)
-        self.values[rows[:, None], :, positions] = value_states.transpose(1, 2)
-        first, last = int(rows[0]), int(rows[-1]) + 1
-        return self.keys[first:last, :, :width], self.values[first:last, :, :width]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots.width, 0
-
-    def get_seq_length(self) -> int:
-        return self.slots.width
-
-    def get_max_length(self) -> int:
-        return self.slots.capacity
-
-    # The name before 5.20.
-    get_max_cache_shape = get_max_length
-
-
-class _SlotCache(Cache):
-    """A KV cache whose rows have their own lengths and are refilled one at a time."""
-
-    def __init__(self, num_layers: int, num_slots: int, capacity: int):
-        super().__init__(layers=[_SlotLayer(self) for _ in range(num_layers)])
-        self.num_slots, self.capacity = num_slots, capacity
-        self.rows = self.positions = torch.zeros(0, dtype=torch.int64)
-        self.width = 0
-
-    def point_at(self, rows: Tensor, positions: Tensor) -> None:
-        """Choose the consecutive ``rows (n,)`` and the ``positions (n, T)`` the next forward writes."""
-        self.rows, self.positions, self.width = rows, positions, int(positions.max()) + 1
 
 
 class _Slot:
@@ -210,59 +128,59 @@ class BatchedWriter:
     """Decode many conversations at once with a causal LM.
 
     Args:
-        model: a causal LM of transformers in eval mode; its attention function is replaced while this runs.
+        model: a causal LM of a supported family in eval mode (see `HFTarget`).
         template: ids around the user turn.
         num_slots: conversations decoded together.
         limits: lengths and temperatures.
         max_start: longest ``Job.start`` that will come (the cache is allocated once).
         seed: of all draws.
+
+    Raises:
+        NotImplementedError: the model is not supported; says why.
     """
 
     def __init__(self, model, template: Template, *, num_slots: int, limits: Limits, max_start: int, seed: int = 0):
-        self.model, self.template, self.limits, self.seed = model, template, limits, seed
+        self.template, self.limits, self.seed = template, limits, seed
         self.device = model.get_input_embeddings().weight.device
-        capacity = max_start + limits.user_len + len(template.after_user) + limits.answer_len + 1
-        self.cache = _SlotCache(model.config.num_hidden_layers, num_slots, capacity)
+        longest = max_start + limits.user_len + len(template.after_user) + limits.answer_len
+        # A row is refilled while others are near their end.
+        self.target = HFTarget(model, num_slots, longest + max_start)
         self.slots: list[_Slot | None] = [None] * num_slots
-        self.cache_name = cache_argument(model.base_model)
+        self.is_running: list[bool] = []
+        self.tree_mask = torch.ones(1, 1, 1, dtype=torch.int64, device=self.device)
+        self.depths = torch.zeros(1, 1, dtype=torch.int32, device=self.device)
 
     @torch.inference_mode()
     def write(self, jobs: Iterable[Job]) -> Iterator[Conversation]:
         """Yield the conversations as they finish (not in job order)."""
-        AttentionInterface.register(ATTENTION_NAME, row_decode_attention)
-        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
         pending = iter(jobs)
-        with attention_implementation(attention_configs(self.model), ATTENTION_NAME):
-            for row in range(len(self.slots)):
-                self._refill(row, pending)
-            while any(self.slots):
-                for row, token in enumerate(self._sample(self._decode())):
-                    slot = self.slots[row]
-                    if slot is not None and slot.take(token, self.template, self.limits):
-                        yield slot.finish()
-                        self._refill(row, pending)
+        for row in range(len(self.slots)):
+            self._refill(row, pending)
+        while any(self.slots):
+            for row, token in enumerate(self._sample(self._decode())):
+                slot = self.slots[row]
+                if slot is not None and slot.take(token, self.template, self.limits):
+                    yield slot.finish()
+                    self._refill(row, pending)
 
     def _refill(self, row: int, pending: Iterator[Job]) -> None:
         """Put the next job into a slot and run all but the last id of its start; that one goes with the next step."""
         job = next(pending, None)
         self.slots[row] = None if job is None else _Slot(job, self.seed)
-        if job is not None and len(job.start) > 1:
-            positions = torch.arange(len(job.start) - 1, device=self.device)[None]
-            self._forward(torch.tensor([job.start[:-1]], device=self.device), torch.tensor([row]), positions, None)
-
-    def _forward(self, ids: Tensor, rows: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        self.cache.point_at(rows.to(self.device), positions)
-        options = {self.cache_name: self.cache, "attention_mask": mask, "position_ids": positions, "use_cache": True}
-        return self.model.base_model(input_ids=ids, **options).last_hidden_state
+        if job is not None:
+            self.target.refill(row, torch.tensor(job.start[:-1], dtype=torch.int64, device=self.device))
 
     def _decode(self) -> Tensor:
-        """Run the last token of every slot (empty slots run a harmless one); return logits ``(B, V)``."""
-        ids = torch.tensor([[s.ids[-1] if s else 0] for s in self.slots], device=self.device)
-        positions = torch.tensor([[len(s.ids) - 1 if s else 0] for s in self.slots], device=self.device)
-        columns = torch.arange(int(positions.max()) + 1, device=self.device)
-        mask = (columns <= positions)[:, None, None]
-        hidden = self._forward(ids, torch.arange(len(self.slots)), positions, mask)
-        return self.model.get_output_embeddings()(hidden[:, -1])
+        """Run the last token of every slot, not the empty ones; return logits ``(B, V)``."""
+        running = [slot is not None for slot in self.slots]
+        if running != self.is_running:
+            self.target.run_only([row for row, is_running in enumerate(running) if is_running])
+            self.is_running = running
+        ids = torch.tensor([[slot.ids[-1] if slot else 0] for slot in self.slots], device=self.device)
+        logits = self.target.forward(ids, self.tree_mask, self.depths).logits[:, -1]
+        no_drafts = torch.zeros(len(running), dtype=torch.int32, device=self.device)
+        self.target.commit(no_drafts[:, None][:, :0], no_drafts, torch.tensor(running, device=self.device))
+        return logits
 
     def _sample(self, logits: Tensor) -> list[int]:
         temperatures = [s.temperature(self.limits) if s else 0.0 for s in self.slots]

@@ -107,6 +107,38 @@ def test_prefill_starts_over(model):
     assert torch.equal(target.prefill(PROMPTS, int32(11, 4)).logits, first)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 9])
+@pytest.mark.parametrize("chosen", [[0, 1, 2], [1], [0, 2]], ids=str)
+def test_refill_replaces_one_row_and_no_other(model, monkeypatch, num_tokens, chosen):
+    """Also in the very first step, across chunks, and with any rows chosen to run."""
+    monkeypatch.setattr(_chunks, "PREFILL_CHUNK", 4)
+    prompts, nodes = torch.randint(3, VOCAB, (3, 9)), torch.randint(3, VOCAB, (3, 2))
+    target, everything = HFTarget(model, 3, 24), torch.ones(3, dtype=torch.bool)
+    for row, length in enumerate((5, 9, 2)):
+        target.refill(row, prompts[row, :length])
+    target.forward(nodes, *tree(-1, 0))
+    target.commit(int32([1], [1], [1]), int32(0, 1, 0), everything)
+    target.run_only(chosen)
+    target.refill(1, prompts[2, :num_tokens])
+    assert target.prefix_len.tolist() == [6, num_tokens, 3]
+    output = target.forward(nodes, *tree(-1, 0))
+    texts = [[*prompts[0, :5], nodes[0, 0]], prompts[2, :num_tokens], [*prompts[2, :2], nodes[2, 0]]]
+    for row in chosen:
+        ids = torch.tensor([*texts[row], *nodes[row]])
+        torch.testing.assert_close(output.logits[row], model(ids[None]).logits[0, -2:])
+
+
+def test_refill_that_does_not_fit_leaves_the_row_empty(model):
+    target = HFTarget(model, 2, 12)
+    target.prefill(PROMPTS, int32(11, 4))
+    with pytest.raises(ValueError, match="capacity is 12"):
+        target.refill(1, PROMPTS[0, :4])
+    assert target.prefix_len.tolist() == [11, 0]
+    target.refill(0, PROMPTS[0, :10])
+    target.refill(1, PROMPTS[0, :1])
+    assert target.prefix_len.tolist() == [10, 1]
+
+
 def test_lengths_given_by_the_caller_stay_his(model):
     target, lengths = HFTarget(model, 2, 16), int32(11, 4)
     target.prefill(PROMPTS, lengths)

@@ -3,7 +3,8 @@ import torch
 
 from specdec_kernels.hf.load import load_model, load_tokenizer
 from specdec_kernels.training.data import template_of
-from specdec_kernels.training.generate import BatchedWriter, Job, Limits, row_decode_attention, sample_rows
+from specdec_kernels.training.generate import BatchedWriter, Job, Limits, sample_rows
+from tests.hf.tiny import tiny_model
 
 LIMITS = Limits(user_len=5, answer_len=9)
 
@@ -84,8 +85,15 @@ def test_sample_rows_inverts_the_cumulated_distribution():
     assert sample_rows(logits, [0.5] * 4, torch.tensor([0.65, 0.67, 0.88, 0.91])) == [0, 1, 1, 2]
 
 
-@pytest.mark.parametrize("option", [{"softcap": 3.0}, {"s_aux": torch.zeros(4)}, {"sliding_window": 4}])
-def test_unsupported_attention_is_refused(option):
-    q, kv = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 6, 8)
-    with pytest.raises(NotImplementedError, match="plain full attention"):
-        row_decode_attention(None, q, kv, kv, torch.ones(2, 1, 1, 6, dtype=torch.bool), scaling=1.0, **option)
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral"])
+def test_families_with_caps_sinks_and_windows(template, family):
+    """Texts longer than the window of 4; the answers are those of `generate`."""
+    model = tiny_model(family)
+    prompts = [(1, *range(6, 11 + i)) for i in range(3)]
+    jobs = [Job(i, p, writes_user_turn=False, greedy=True) for i, p in enumerate(prompts)]
+    for conversation in write(model, template, jobs, num_slots=2):
+        ids = torch.tensor([conversation.prompt])
+        expected = model.generate(
+            ids, max_new_tokens=LIMITS.answer_len, do_sample=False, eos_token_id=sorted(template.stop), pad_token_id=0
+        )
+        assert list(conversation.answer) == expected[0, ids.shape[1] :].tolist()
