@@ -176,6 +176,9 @@ class BatchedWriter:
         if running != self.is_running:
             self.target.run_only([row for row, is_running in enumerate(running) if is_running])
             self.is_running = running
+        # A slot whose last place is drawn again runs its last id again.
+        lengths = [len(slot.ids) - 1 if slot else 0 for slot in self.slots]
+        self.target.truncate(torch.tensor(lengths, dtype=torch.int32, device=self.device))
         ids = torch.tensor([[slot.ids[-1] if slot else 0] for slot in self.slots], device=self.device)
         logits = self.target.forward(ids, self.tree_mask, self.depths).logits[:, -1]
         no_drafts = torch.zeros(len(running), dtype=torch.int32, device=self.device)
