@@ -89,9 +89,11 @@ class LayerRunner:
     def __init__(self, model: PreTrainedModel):
         self._decoder = model.base_model
         self._mlp_gives_tuple = model.config.model_type in _TUPLE_MLPS
-        # Some versions of some families wrap what a layer gives; seen when a layer runs.
-        self._layer_gives_tuple: bool | None = None
         self._layers: list[Any] = [*self._decoder._modules["layers"].children()]  # type: ignore[union-attr]
+        # Some versions of some families wrap what a layer gives; seen when a layer runs. Ours give a tensor, and a look
+        # would keep them from running in one call.
+        is_ours = all(isinstance(vars(layer).get("forward"), FusedLayer) for layer in self._layers)
+        self._layer_gives_tuple: bool | None = False if is_ours else None
         self._lists: dict[LayerPlan, nn.ModuleList] = {}
 
     @property

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from specdec_kernels.hf import _chunks
 from specdec_kernels.hf.families import FAMILIES
 from specdec_kernels.hf.fused_stack import STACKED_FAMILIES
 from specdec_kernels.hf.prepare import prepare, restore
@@ -42,6 +43,18 @@ def test_whole_steps_of_most_are_one_call_with_the_bits_of_eight(family, tokens)
     with OpCounter() as counter:
         target.forward(tokens[None, 6:], *tree([-1, 0, 0, 1, 3]))
     assert "decoder_layers_" not in counter.calls
+
+
+def test_a_prompt_is_one_call_a_chunk(tokens, monkeypatch):  # noqa: F811
+    """The first chunk of a target's life, too."""
+    monkeypatch.setattr(_chunks, "PREFILL_CHUNK", 4)
+    model = prepare(bf16_model())
+    with OpCounter() as counter:
+        output = prefilled(model, tokens[None, :9])[1]
+    assert dict(counter.calls) == {"decoder_layers_": 3, "rms_norm": 3, "linear": 3}
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert torch.equal(prefilled(model, tokens[None, :9])[1].logits, output.logits)
+    handle.remove()
 
 
 def test_rows_that_ended_are_left_out_of_the_one_call_too():
