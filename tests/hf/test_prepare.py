@@ -48,10 +48,12 @@ class OpCounter(TorchDispatchMode):
 
 
 def counted(model, tokens):
-    """Return which of our ops a prompt takes, and how often."""
-    target = HFTarget(model, 1, 40)
+    """Return which of our ops a prompt takes, and how often, where layers are not one call (`test_fused_stack`)."""
+    target, stack = HFTarget(model, 1, 40), vars(model.base_model).pop("forward", None)
     with OpCounter() as counter:
         target.prefill(tokens[None], int32(len(tokens)))
+    if stack is not None:
+        vars(model.base_model)["forward"] = stack
     return dict(counter.calls)
 
 
