@@ -122,6 +122,23 @@ def test_the_budget():
     assert MergedDrafter(NGramDrafter(), NGramDrafter(), max_nodes=12).max_nodes == 12
 
 
+class Says:
+    """Propose always the same draft."""
+
+    def __init__(self, draft, max_nodes):
+        self.draft, self.max_nodes = draft, max_nodes
+
+    def propose(self, pending):
+        return self.draft
+
+
+def test_a_row_with_room_is_grafted_into_beside_a_full_one():
+    trunk = draft([[0, 1, 2], [5, 6, 0]], [[-1, 0, 1], [-1, 0, 0]], [3, 2])
+    branch = Says(draft([[0, 3], [5, 7]], [[-1, 0], [-1, 0]]), 2)
+    merged = MergedDrafter(Says(trunk, 3), branch, max_nodes=3).propose(torch.tensor([0, 5]))
+    assert [paths(merged, row) for row in range(2)] == [[(), (1,), (1, 2)], [(), (6,), (7,)]]
+
+
 def test_an_oracle_is_followed_through_the_tree_of_another():
     """The first drafter knows one token ahead, the second three: every step emits four, from one tree."""
     target, stats = ToyTarget(3, 60), DecodeStats()

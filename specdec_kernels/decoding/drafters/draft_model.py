@@ -101,8 +101,7 @@ class DraftModelDrafter:
         assert self._context is not None
         if self._context.max_nodes == 1:
             # What is emitted meanwhile is fed when drafts are wanted again.
-            self._proposal = root_alone(pending[:, None])
-            return self._proposal
+            return root_alone(pending[:, None])
         logits = self._catch_up(self._context, pending.device)
         chain = DrawnChain(self._context, self._layout, pending, self.max_nodes)
         chain.extend(logits, self.exits.threshold)
@@ -114,19 +113,15 @@ class DraftModelDrafter:
             self.model.commit(no_drafts, torch.zeros_like(num_fed), drafting)
             num_fed = num_fed + drafting
             chain.extend(self._fitted(output.logits[:, 0]), self.exits.threshold)
-        self._proposal = chain.draft()
-        drafts = self._proposal.ids[:, 1:].tolist()
+        draft = self.exits.watch(chain.draft())
+        drafts = draft.ids[:, 1:].tolist()
         self._fed = [row[:count] for row, count in zip(drafts, num_fed.tolist(), strict=True)]
         self._lengths = [length + len(row) for length, row in zip(self._lengths, self._fed, strict=True)]
-        return self._proposal
+        return draft
 
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
         """Move the thresholds. What was emitted is read from the run when the next drafts are asked for."""
-        own, num_nodes = self._proposal.ids[:, 1:], self._proposal.num_nodes
-        count = min(own.shape[1], verification.output_ids.shape[1] - 1)
-        agrees = (own[:, :count] == verification.output_ids[:, :count]).cumprod(1).sum(1)
-        if num_nodes is not None:
-            self.exits.observe(num_nodes - 1, torch.minimum(agrees, verification.num_accepted), active)
+        self.exits.settle(verification, active)
 
     def _catch_up(self, context: DraftContext, device: torch.device) -> Tensor:
         """Forget drafts that were not emitted, feed what was; return the logits ``(B, V)`` after the pending tokens."""

@@ -113,7 +113,7 @@ class KangarooDrafter:
         """
         if self._context is None:
             raise RuntimeError("KangarooDrafter.propose: it works only inside decode, which calls bind and begin")
-        return self._chain(pending) if self._levels is None else self._tree(pending, self._levels)
+        return self.exits.watch(self._chain(pending) if self._levels is None else self._tree(pending, self._levels))
 
     def run_nodes(self, ids: Tensor, tree_mask: Tensor, depths: Tensor, first_node: int) -> tuple[Tensor, Tensor]:
         """Run the shallow layers for nodes of this step, and cache the adapter's K/V for them.
@@ -139,11 +139,7 @@ class KangarooDrafter:
 
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
         """Move the thresholds, if the rule does; the target has moved the adapter's rows with its own."""
-        if draft.num_nodes is not None:
-            # Of a tree at most one token a level can be accepted.
-            last = draft.num_nodes.long() - 1
-            drafted = last if self._levels is None else draft.depths[0, last]
-            self.exits.observe(drafted, verification.num_accepted, active)
+        self.exits.settle(verification, active)
 
     def _chain(self, pending: Tensor) -> Draft:
         assert self._context is not None

@@ -94,12 +94,11 @@ class LayerSkipDrafter:
             mask, depths = layout.mask(chain.length), layout.depths(chain.length)[:, last:]
             output = target.run_layers(chain.last[:, None], mask, depths, self.plan, first_node=last)
             chain.extend(output.logits[:, 0], self.exits.threshold)
-        return chain.draft()
+        return self.exits.watch(chain.draft())
 
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
         """Move the thresholds."""
-        if draft.num_nodes is not None:
-            self.exits.observe(draft.num_nodes - 1, verification.num_accepted, active)
+        self.exits.settle(verification, active)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, exit_rule: ExitRule | None = None) -> "LayerSkipDrafter":

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..._validate import check_range, values_readable
 from ...tree.mask import HOST_NODES, depths_from_mask, mask_from_parents
 from ...types import Verification
-from ..drafting import DraftContext
+from ..drafting import DraftContext, first_nodes
 from ..protocols import Draft, Drafter, TargetOutput
 
 
@@ -73,10 +73,9 @@ class MergedDrafter:
     def propose(self, pending: Tensor) -> Draft:
         """Return the merged tree below the pending tokens ``(B,) int64``."""
         first, *others = self.drafters
-        trunk = first.propose(pending)
-        merged = trunk
         limit = self._max_nodes if self._context is None else min(self._max_nodes, self._context.max_nodes)
-        for drafter in others if trunk.ids.shape[1] < limit else ():
+        trunk = merged = first_nodes(first.propose(pending), limit)
+        for drafter in () if _is_full(trunk, limit) else others:
             merged = graft(merged, drafter.propose(pending), limit)
         if trunk.hidden is None or merged is trunk:
             return merged
@@ -93,6 +92,14 @@ class MergedDrafter:
         """Tell every drafter what became of the merged tree."""
         for drafter in self.drafters:
             drafter.observe(draft, output, verification, active)
+
+
+def _is_full(draft: Draft, max_nodes: int) -> bool:
+    """Say whether no row has room left. A row with few nodes has, however wide the longest one makes the draft."""
+    if draft.ids.shape[1] < max_nodes:
+        return False
+    used = draft.num_nodes
+    return used is None or max_nodes == 1 or (values_readable(used) and bool((used >= max_nodes).all()))
 
 
 def graft(trunk: Draft, branch: Draft, max_nodes: int) -> Draft:
