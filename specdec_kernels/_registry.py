@@ -56,6 +56,11 @@ def define_op(
     OPS[name] = OpRecord(name, schema, reference, triton, native)
 
 
+def has_kernel(name: str, device_type: str) -> bool:
+    """Say whether an op has a kernel of its own for a type of device here, other than the reference."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix(name), device_type.upper())
+
+
 def _lazy_launcher(path: str) -> Callable:
     module_name, _, function_name = path.partition(":")
     launcher: Callable | None = None

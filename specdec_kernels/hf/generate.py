@@ -65,7 +65,8 @@ def speculative_generate(
             a ``custom_generate``, so it has another name here; `generate` of this module takes it as ``streamer``.
         stats: is filled in place.
         budget: limits the drafts by the rows that go on, for example ``Calibration.load(folder).budget("medusa")``.
-        graphs: records the steps of this model and replays them in later steps and calls, on a GPU.
+        graphs: records the steps of this model and replays them in later steps and calls, on a GPU; a prepared model
+            there has its own.
 
     Returns:
         What ``generate`` returns: ids ``(B, P + new)``, or a `GenerateDecoderOnlyOutput`.
@@ -120,6 +121,7 @@ def speculative_generate(
     for step in steps:
         if any(step.failed):
             raise RuntimeError(f"speculative_generate: the logits of row {step.failed.index(True)} are NaN")
+    target.release()
     if token_streamer is not None:
         token_streamer.end()
     if not keeps:

@@ -4,14 +4,25 @@ What a recording needs is tested on the CPU with a stand-in for the capture that
 operations and their memory, and whatever else was decided on the host while it was made.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..decoding.budget import SIZES
+from ..decoding.protocols import TargetOutput
 from .cache import TreeCache
+from .families import FAMILIES
+
+# Where the steps of prepared models are recorded by themselves.
+RECORDED_DEVICES = ("cuda",)
+# Of a prepared model.
+_ATTRIBUTE = "specdec_step_graphs"
 
 Tensors = tuple[Tensor, ...]
 StepFunction = Callable[..., Tensors]
@@ -60,10 +71,11 @@ class StepGraphs:
     A recording belongs to one number of nodes, one batch size and one cache. So drafts should have few sizes (those of
     a `NodeBudget` are), and caches are made in few capacities, each twice the one before, and kept. Steps of other
     sizes, steps from which ended rows are left out, prompts and parts of the layers run as ever. Models with experts
-    read their routing on the host and cannot be recorded.
+    read their routing on the host and cannot be recorded. A replay calls no hooks, and computes with the weights where
+    they lay.
 
     The outputs of a step are overwritten by the next one of the same shape. One run at a time: two at once would
-    share caches (not checked).
+    share caches (not checked; `prepare`'s are lent to one target at a time). Copies begin anew.
 
     Args:
         sizes: numbers of nodes that are recorded; name the size of a tree that is not among these.
@@ -91,10 +103,16 @@ class StepGraphs:
             if value < 1:
                 raise ValueError(f"StepGraphs: {name} must be at least 1, got {value}")
         self.sizes = frozenset(sizes)
+        self._options = {"warm_up": warm_up, "min_capacity": min_capacity, "capture": capture}
         self._warm_up, self._min_capacity, self._capture = warm_up, min_capacity, capture
         self._runs: dict[StepKey, int] = {}
         self._recordings: dict[StepKey, _Recording] = {}
         self._caches: dict[tuple[int, int], TreeCache] = {}
+        self._user: Callable[[], object] = _nobody
+        self._weights: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(StepGraphs, sizes=self.sizes, **self._options), ()
 
     def cache(self, make: Callable[[int], TreeCache], batch_size: int, num_rows: int) -> TreeCache:
         """Return the cache for a batch whose rows need at most ``num_rows``; ``make(capacity)`` makes a new one."""
@@ -132,8 +150,76 @@ class StepGraphs:
         recording.replay()
         return recording.outputs
 
+    def run_step(
+        self, run: Callable[..., TargetOutput], cache: TreeCache, ids: Tensor, tree_mask: Tensor, depths: Tensor
+    ) -> TargetOutput:
+        """Run a step of a target behind the rows of its cache.
+
+        Args:
+            run: ``(ids, tree_mask, depths) → output``, writes to ``cache``.
+            cache: from `cache`.
+            ids, tree_mask, depths: as in `HFTarget.forward`.
+        """
+        batch, num_nodes = ids.shape
+        cache.begin_step(num_nodes)
+
+        def step(ids: Tensor, tree_mask: Tensor, depths: Tensor, prefix_len: Tensor) -> Tensors:
+            with cache.addressed_by(prefix_len):
+                return run(ids, tree_mask, depths)[:2]
+
+        key = StepKey(num_nodes, cache.capacity, batch, len(tree_mask))
+        inputs = ids, tree_mask, depths.expand(len(tree_mask), -1), cache.prefix_len
+        return TargetOutput(*self.run(key, step, inputs))
+
+    def lend(self, user: object, weights: object) -> bool:
+        """Say whether a user may have the caches, until it ends or calls `give_back`: nobody else has them.
+
+        Args:
+            user: is referred to weakly.
+            weights: what recordings depend on; where it is not equal to that of the last user, they are forgotten.
+        """
+        if self._user() is not None:
+            return False
+        if weights != self._weights:
+            self.clear()
+        self._user, self._weights = weakref.ref(user), weights
+        return True
+
+    def give_back(self, user: object) -> None:
+        """Let another one have what was lent."""
+        if self._user() is user:
+            self._user = _nobody
+
     def clear(self) -> None:
         """Forget everything, and give the memory back."""
         self._runs.clear()
         self._recordings.clear()
         self._caches.clear()
+
+
+def attach_graphs(model: PreTrainedModel, graphs: StepGraphs) -> None:
+    """Let the targets of a model take these by themselves, on a GPU."""
+    vars(model)[_ATTRIBUTE] = graphs
+
+
+def detach_graphs(module: torch.nn.Module) -> None:
+    """Forget what `attach_graphs` attached, if it did."""
+    vars(module).pop(_ATTRIBUTE, None)
+
+
+def attached_graphs(model: PreTrainedModel, user: object) -> StepGraphs | None:
+    """Return the model's own for a new target, or None where there are none, where they are lent, or cannot be used."""
+    graphs = vars(model).get(_ATTRIBUTE)
+    if graphs is None or model.device.type not in RECORDED_DEVICES or "experts" in FAMILIES[model.config.model_type]:
+        return None
+    modules = [*model.modules()]
+    if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
+        return None
+    # A recording has the addresses of what it reads.
+    tensors = chain(model.parameters(), model.buffers())
+    weights = [id(module) for module in modules], [(tensor.data_ptr(), tensor.dtype) for tensor in tensors]
+    return graphs if graphs.lend(user, weights) else None
+
+
+def _nobody() -> None:
+    return None

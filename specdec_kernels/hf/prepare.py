@@ -1,11 +1,12 @@
-"""Make a model's step faster on the CPU, reversibly: our linear layers, and decoder layers as a few calls of ours.
+"""Make a model's step faster, reversibly: our linear layers, and decoder layers as a few calls of ours.
 
     layer        norm  q k v  rotary  cache  attention  o  +  norm  gate up  SiLU ·  down  +       some thirty operators
     prepared     norm  q k v  rotary+cache   attention  o+    norm  gate up SiLU ·   down+         eight
     whole step   the same for all layers                                                           one
 
 Every module stays the object that it is, with its class, its parameters and its hooks; it only gets a ``forward`` of
-its own, an attribute, which calls that of its class wherever it cannot do the same faster.
+its own, an attribute, which calls that of its class wherever it cannot do the same faster. On a GPU the calls are those
+of the Triton kernels, and steps are recorded as CUDA graphs. Not yet run on a GPU.
 """
 
 from collections.abc import Iterator
@@ -19,18 +20,23 @@ from . import _compat
 from .families import FAMILIES, check_supported
 from .fused_layer import DTYPE, OwnForward, fused_layer
 from .fused_stack import fused_stack
+from .graphs import StepGraphs, attach_graphs, detach_graphs
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "c_fc", "c_proj")
 
 
-def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model's inference in bf16 on the CPU faster, in place, until `restore`.
+def prepare(model: PreTrainedModel, *, graphs: StepGraphs | None = None) -> PreTrainedModel:
+    """Make a model's inference in bf16 faster, in place, until `restore`.
 
     Linear layers compute with `specdec_kernels.linear`, which reads weights as they lie, with a single row, too; in
     `HFTarget` the decoder layers of Llama and of families that differ from it little become one call for all of them
     (`STACKED_FAMILIES`), or a few each (`FUSED_FAMILIES`). The results are those of the model as it was, up to the
     rounding of sums. The bits of a row do not depend on how many rows there are.
+
+    On a GPU, `HFTarget` also records its steps, in any dtype, and replays them: `StepGraphs` says which, and where its
+    caches stay. One target of a model at a time does so; with hooks or experts none does, and weights that came to lie
+    elsewhere are recorded anew. **This has not run on a GPU.**
 
     From outside the model is the same: its modules, parameters, hooks and state dict; copies are prepared, too. Where
     a model, a dtype (fp32, fp16), a device or a mode (training, gradients, ``torch.compile``) is not what this is made
@@ -38,17 +44,18 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     have hooks or were exchanged after this call runs through these parts. Experts and their routers are left alone.
 
     Args:
-        model: a causal LM of a supported family (see `families.FAMILIES`), in eval mode, on the CPU. One that is
-            prepared already is left as it is.
+        model: a causal LM of a supported family (see `families.FAMILIES`), in eval mode, on the CPU or a GPU. One that
+            is prepared already is left as it is.
+        graphs: what records, on a GPU; `StepGraphs()` when None.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: not a transformers model.
-        NotImplementedError: the model is not supported or not on the CPU, or one of its layers is not a plain
+        NotImplementedError: the model is not supported or on another device, or one of its layers is not a plain
             ``nn.Linear`` (quantized, LoRA, parametrized) or has a ``forward`` of its own already: names it.
-        RuntimeError: the model is in training mode, or the native kernels are not there (says why).
+        RuntimeError: the model is in training mode, or on the CPU without the native kernels (says why).
 
     Example:
         >>> model = prepare(model.to(torch.bfloat16))
@@ -60,9 +67,9 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
         return model
     if model.training:
         raise RuntimeError("prepare: the model is in training mode; call model.eval() first")
-    if model.device.type != "cpu":
-        raise NotImplementedError(f"prepare: only models on the CPU are supported, got one on {model.device}")
-    if _native.load_errors["_C"] is not None:
+    if model.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"prepare: the model must be on the CPU or a GPU, got one on {model.device}")
+    if model.device.type == "cpu" and _native.load_errors["_C"] is not None:
         raise RuntimeError(f"prepare: the native kernels are not there: {_native.load_errors['_C']}")
     layers = dict(_linear_layers(model))
     for name, layer in layers.items():
@@ -79,6 +86,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     stack = fused_stack(model.config, model.base_model, _compat.cache_argument(model))
     if stack is not None:
         _give(model.base_model, stack)
+    attach_graphs(model, StepGraphs() if graphs is None else graphs)
     return model
 
 
@@ -94,6 +102,7 @@ def restore(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(vars(module).get("forward"), OwnForward):
             del module.forward
+        detach_graphs(module)
     return model
 
 
@@ -131,10 +140,12 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 class PreparedLinear(OwnForward):
     """The ``forward`` of a linear layer."""
 
+    ops = ("linear",)
+
     def __call__(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``."""
         layer = self.module
         weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-        if not self.is_usable(input) or weight.dtype is not DTYPE or not weight.is_cpu:
+        if not self.is_usable(input) or weight.dtype is not DTYPE or weight.is_cpu != input.is_cpu:
             return nn.Linear.forward(layer, input)
         return ops.linear.default(input, [weight], [] if bias is None else [bias], None)

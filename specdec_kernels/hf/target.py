@@ -15,7 +15,7 @@ from ._chunks import PREFILL_CHUNK, check_prompts, prompt_chunks
 from .attention import IMPLEMENTATION, TreeState
 from .cache import TreeCache
 from .families import check_supported
-from .graphs import StepGraphs, StepKey
+from .graphs import StepGraphs, attached_graphs
 from .layers import LayerRunner
 from .prepare import has_independent_rows
 
@@ -45,7 +45,8 @@ class HFTarget:
         batch_size: ``B``.
         capacity: rows of the cache for each sequence: the prompt, all new tokens, and the nodes of the last draft.
         dtype: of the cache; that of the keys when None.
-        graphs: records the steps of this model; gives the cache, too.
+        graphs: records the steps of this model; gives the cache, too. When None, those of a prepared model on a GPU,
+            unless another target has them.
 
     Raises:
         NotImplementedError: the model is not supported; says why.
@@ -73,6 +74,8 @@ class HFTarget:
         self._pairs = model.device.type == "cpu" and model.dtype in _PAIRED_DTYPES and not has_independent_rows(model)
         # A twin needs a row of the cache, too.
         rows = capacity + int(self._pairs)
+        if graphs is None and dtype is None:
+            graphs = attached_graphs(model, self)
         self._graphs = graphs
 
         def make_cache(rows: int) -> TreeCache:
@@ -219,7 +222,7 @@ class HFTarget:
         """
         self._check_nodes("forward", ids, depths)
         if self._graphs is not None and self._rows is None and ids.shape[1] in self._graphs.sizes:
-            return self._recorded(self._graphs, ids, tree_mask, depths)
+            return self._graphs.run_step(self._run, self.cache, ids, tree_mask, depths)
         return self._spread(self._run(self._picked(ids), self._picked(tree_mask), self._picked(depths)))
 
     def run_layers(
@@ -285,6 +288,11 @@ class HFTarget:
         """Forget the rows past ``lengths`` ``(B,) int32``, none above ``prefix_len`` (not checked)."""
         self.cache.truncate(lengths)
 
+    def release(self) -> None:
+        """Let another target of a prepared model have its recordings; this one is not to be run any more."""
+        if self._graphs is not None:
+            self._graphs.give_back(self)
+
     @torch.no_grad()
     def _run(
         self,
@@ -328,19 +336,6 @@ class HFTarget:
         ):
             logits = self.model(**arguments).logits
         return TargetOutput(logits[:, : seen[0].shape[1]], seen[0])
-
-    def _recorded(self, graphs: StepGraphs, ids: Tensor, tree_mask: Tensor, depths: Tensor) -> TargetOutput:
-        """Run a step through its recording."""
-        cache, (batch, num_nodes) = self.cache, ids.shape
-        cache.begin_step(num_nodes)
-
-        def step(ids: Tensor, tree_mask: Tensor, depths: Tensor, prefix_len: Tensor) -> tuple[Tensor, ...]:
-            with cache.addressed_by(prefix_len):
-                return self._run(ids, tree_mask, depths)[:2]
-
-        key = StepKey(num_nodes, cache.capacity, batch, len(tree_mask))
-        inputs = ids, tree_mask, depths.expand(len(tree_mask), -1), cache.prefix_len
-        return TargetOutput(*graphs.run(key, step, inputs))
 
     def _picked(self, values: Tensor) -> Tensor:
         """Return the rows that run, of ``values (B or 1, …)``."""

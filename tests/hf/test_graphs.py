@@ -4,17 +4,22 @@ There is no GPU here. A trace of the tensor operations stands in for the CUDA gr
 memory what it did when it was recorded, whatever the lengths are by then.
 """
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from specdec_kernels.decoding.drafters import NGramDrafter
+from specdec_kernels.decoding.drafters import DraftModelDrafter, NGramDrafter
 from specdec_kernels.hf import HFTarget
 from specdec_kernels.hf.cache import TreeCache
 from specdec_kernels.hf.generate import generate
 from specdec_kernels.hf.graphs import StepGraphs, StepKey
+from specdec_kernels.hf.prepare import prepare, restore
 from tests.decoding.test_budget import ByRows
 
+from ..marks import needs_native
 from .test_generate import BATCHES, NEW, eos_of, medusa, oracle
 from .tiny import VOCAB, tiny_model
 
@@ -154,3 +159,109 @@ def test_a_step_without_room_is_refused_as_ever(model):
     target.prefill(torch.tensor([[5] * 8]), torch.tensor([8], dtype=torch.int32))
     with pytest.raises(ValueError, match="1 nodes after 8 rows need 9 rows, but the capacity is 8"):
         target.forward(torch.tensor([[7]]), torch.ones(1, 1, 1, dtype=torch.int64), torch.zeros(1, 1).int())
+
+
+class Prepared:
+    """A prepared model whose steps are recorded by themselves on the CPU, as they are on a GPU."""
+
+    def __init__(self, monkeypatch, model):
+        monkeypatch.setattr("specdec_kernels.hf.graphs.RECORDED_DEVICES", ("cpu",))
+        graphs, self.recorder = graphs_of(warm_up=1)
+        self.model = prepare(model, graphs=graphs)
+        self.model.generation_config.eos_token_id = None
+
+    def text(self, drafter=None):
+        """Return a text, and how many recordings and replays it took."""
+        counts = len(self.recorder.recorded), self.recorder.replays
+        ids = generate(self.model, **BATCHES["B1"], drafter=drafter, max_new_tokens=8, do_sample=False)
+        return ids, len(self.recorder.recorded) - counts[0], self.recorder.replays - counts[1]
+
+
+def unrecorded(model):
+    """Return the text of a model that was never prepared."""
+    return generate(restore(copy.deepcopy(model)), **BATCHES["B1"], drafter=None, max_new_tokens=8, do_sample=False)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_prepared_model_records_by_itself_until_it_is_restored(dtype, monkeypatch):
+    prepared = Prepared(monkeypatch, tiny_model("llama", initializer_range=0.5).to(dtype))
+    expected = generate(prepared.model, **BATCHES["B1"], drafter=None, max_new_tokens=8, do_sample=False)
+    assert prepared.recorder.recorded == [(1, 1)]
+    for _ in range(2):
+        ids, recordings, replays = prepared.text()
+        assert torch.equal(ids, expected)
+        assert (recordings, replays) == (0, 7)
+    other = copy.deepcopy(prepared.model)
+    restore(prepared.model)
+    assert prepared.text()[1:] == (0, 0)
+    prepared.model = other
+    assert prepared.text()[1:] == (1, 6)
+
+
+@needs_native
+def test_nothing_is_recorded_on_a_cpu(monkeypatch):
+    prepared = Prepared(monkeypatch, tiny_model("llama"))
+    monkeypatch.undo()
+    prepared.text()
+    assert prepared.recorder.recorded == []
+
+
+@needs_native
+def test_weights_that_lie_elsewhere_are_recorded_anew(monkeypatch):
+    prepared = Prepared(monkeypatch, tiny_model("llama", initializer_range=0.5))
+    prepared.text()
+    with torch.no_grad():
+        for parameter in prepared.model.parameters():
+            parameter.mul_(-1.5)
+    ids, recordings, _ = prepared.text()
+    assert recordings == 0
+    assert torch.equal(ids, unrecorded(prepared.model))
+    weights = {name: weight.clone() * 1.5 for name, weight in prepared.model.state_dict().items()}
+    prepared.model.load_state_dict(weights, assign=True)
+    ids, recordings, _ = prepared.text()
+    assert recordings == 1
+    assert torch.equal(ids, unrecorded(prepared.model))
+
+
+@needs_native
+def test_hooks_are_called_where_steps_would_be_recorded(monkeypatch):
+    prepared, seen = Prepared(monkeypatch, tiny_model("llama")), []
+    prepared.text()
+    handle = prepared.model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    assert prepared.text()[1:] == (0, 0)
+    assert len(seen) == 8
+    handle.remove()
+    assert prepared.text()[2] == 7
+
+
+@needs_native
+def test_models_with_experts_are_not_recorded(monkeypatch):
+    prepared = Prepared(monkeypatch, tiny_model("mixtral"))
+    prepared.text()
+    assert prepared.recorder.recorded == []
+
+
+@needs_native
+def test_a_model_that_drafts_for_itself_lends_its_recordings_once(monkeypatch):
+    """To its target: the drafter's has a cache of its own. So it is when the drafter has outlived a call."""
+    prepared = Prepared(monkeypatch, tiny_model("llama", initializer_range=0.5))
+    expected = unrecorded(prepared.model)
+    drafter = DraftModelDrafter(partial(HFTarget, prepared.model), max_drafts=2)
+    for call in range(3):
+        ids, _, replays = prepared.text(drafter)
+        assert torch.equal(ids, expected)
+        assert replays > 0, call
+
+
+@needs_native
+def test_a_draft_model_keeps_its_recordings_from_call_to_call(monkeypatch):
+    prepared = Prepared(monkeypatch, tiny_model("llama", initializer_range=0.5))
+    drafter = DraftModelDrafter(partial(HFTarget, prepared.model), max_drafts=2)
+    target = tiny_model("llama", initializer_range=0.5, num_hidden_layers=2)
+    target.generation_config.eos_token_id = None
+    replays = []
+    for _ in range(3):
+        generate(target, **BATCHES["B1"], drafter=drafter, max_new_tokens=8, do_sample=False)
+        replays.append(prepared.recorder.replays)
+    assert 0 < replays[0] < replays[1] < replays[2]

@@ -3,6 +3,7 @@
 import copy
 import io
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec_kernels import _native
 from specdec_kernels.decoding.protocols import LayerPlan
+from specdec_kernels.hf import fused_layer
 from specdec_kernels.hf.families import FAMILIES
 from specdec_kernels.hf.fused_layer import FUSED_FAMILIES, OwnForward
 from specdec_kernels.hf.generate import generate
@@ -324,7 +326,7 @@ def with_own_forward(model):
 REFUSED = {
     "no model": (lambda: nn.Linear(3, 3), TypeError, "must be a transformers.PreTrainedModel"),
     "training": (lambda: tiny_model().train(), RuntimeError, "training mode"),
-    "device": (lambda: tiny_model().to("meta"), NotImplementedError, "on the CPU"),
+    "device": (lambda: tiny_model().to("meta"), NotImplementedError, "on the CPU or a GPU, got one on meta"),
     "layer": (lambda: with_other_layer(tiny_model()), NotImplementedError, r"layers.1.mlp.up_proj is a _Other"),
     "forward": (lambda: with_own_forward(tiny_model()), NotImplementedError, "k_proj has a forward of its own already"),
 }
@@ -345,7 +347,22 @@ def test_a_bias_in_one_of_three_keeps_the_layers_modules(tokens):
     assert counted(prepare(model), tokens)["gated_linear"] == model.config.num_hidden_layers - 1
 
 
-def test_refuses_without_native_kernels(monkeypatch):
+def test_refuses_without_native_kernels_on_the_cpu_alone(monkeypatch):
     monkeypatch.setitem(_native.load_errors, "_C", "not built")
+    model = bf16_model()
     with pytest.raises(RuntimeError, match="the native kernels are not there: not built"):
-        prepare(bf16_model())
+        prepare(model)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    assert is_prepared(prepare(model))
+
+
+@pytest.mark.parametrize("missing", [None, "rms_norm"])
+def test_a_gpu_runs_the_kernels_that_it_has(missing, monkeypatch):
+    """Decided by tensors that only say that they lie on one."""
+    monkeypatch.setattr(fused_layer, "has_kernel", lambda name, device: device == "cuda" and name != missing)
+    fused_layer._has_twins.cache_clear()
+    model, x = prepare(bf16_model()), SimpleNamespace(dtype=torch.bfloat16, is_cpu=False, is_cuda=True)
+    with torch.no_grad():
+        usable = {type(f).__name__: f.is_usable(x) for m in model.modules() if (f := vars(m).get("forward"))}
+    fused_layer._has_twins.cache_clear()
+    assert usable == {"FusedStack": not missing, "FusedLayer": not missing, "PreparedLinear": True}

@@ -76,6 +76,8 @@ class DraftModelDrafter:
         batch, device = len(prompt_ids), prompt_ids.device
         # No row of the target gets longer than its capacity, drafts included.
         capacity = self._context.target.capacity + self.max_drafts
+        # The last run's ends first: a prepared model lends its recordings to one target at a time.
+        vars(self).pop("model", None)
         self.model = self._make_draft(batch, capacity)
         if self.model.prefix_len.device != device:
             raise ValueError(
