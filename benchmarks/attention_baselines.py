@@ -25,6 +25,7 @@ class Inputs:
     tree_mask: Tensor
     prefix_len: Tensor
     bias: Tensor  # (T, S): 0 or -inf
+    causal: bool  # the mask is the causal one, and there is nothing before it
 
     @property
     def group_size(self) -> int:
@@ -57,21 +58,41 @@ def sdpa_expanded(inputs: Inputs) -> list[Tensor]:
     return [out.transpose(1, 2)]
 
 
-def flashinfer(inputs: Inputs) -> list[Tensor]:
-    """FlashInfer's prefill with a custom mask, which spans the prefix. One sequence, made for a GPU."""
-    if inputs.q.device.type != "cuda":
-        raise Unavailable("runs on a GPU")
-    if len(inputs.q) > 1:
-        raise Unavailable("its plain call takes one sequence")
-    try:
-        from flashinfer import single_prefill_with_kv_cache
-    except ImportError as error:
-        raise Unavailable(str(error)) from None
-    return [
-        single_prefill_with_kv_cache(
-            inputs.q[0], inputs.k[0], inputs.v[0], custom_mask=inputs.bias == 0, kv_layout="HND"
-        )[None]
-    ]
+def sdpa_causal(inputs: Inputs) -> list[Tensor]:
+    """Without a mask: sdpa makes it, and skips what it hides."""
+    q = inputs.q.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, inputs.k, inputs.v, is_causal=True, enable_gqa=inputs.group_size > 1)
+    return [out.transpose(1, 2)]
+
+
+def sdpa_causal_expanded(inputs: Inputs) -> list[Tensor]:
+    """What transformers does for the prompt."""
+    k, v = (x.repeat_interleave(inputs.group_size, 1) for x in (inputs.k, inputs.v))
+    return [F.scaled_dot_product_attention(inputs.q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2)]
+
+
+class FlashInfer:
+    """FlashInfer's prefill with a custom mask, which spans the prefix. One sequence, made for a GPU.
+
+    The mask is packed once, as its users do for all layers.
+    """
+
+    def __init__(self) -> None:
+        self._packed: tuple[Inputs, Tensor] | None = None
+
+    def __call__(self, inputs: Inputs) -> list[Tensor]:
+        if inputs.q.device.type != "cuda":
+            raise Unavailable("runs on a GPU")
+        if len(inputs.q) > 1:
+            raise Unavailable("its plain call takes one sequence")
+        try:
+            from flashinfer import packbits, single_prefill_with_kv_cache
+        except ImportError as error:
+            raise Unavailable(str(error)) from None
+        if self._packed is None or self._packed[0] is not inputs:
+            self._packed = inputs, packbits((inputs.bias == 0).flatten(), bitorder="little")
+        q, k, v = inputs.q[0], inputs.k[0], inputs.v[0]
+        return [single_prefill_with_kv_cache(q, k, v, packed_custom_mask=self._packed[1], kv_layout="HND")[None]]
 
 
 class ExtendAttention:
@@ -100,7 +121,7 @@ class ExtendAttention:
             if peer is None:
                 peer = ExtendAttention._peer = PeerProcess(self._python)
             if self._loaded is not inputs:
-                visible = inputs.bias[:, -len(inputs.bias) :] == 0
+                visible = None if inputs.causal else inputs.bias[:, -len(inputs.bias) :] == 0
                 k, v = (x.transpose(1, 2).contiguous() for x in (inputs.k, inputs.v))
                 peer.load({"q": inputs.q, "k": k, "v": v, "visible": visible})
                 self._loaded = inputs

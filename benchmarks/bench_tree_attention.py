@@ -36,6 +36,7 @@ class Case:
     """One verification step of one layer: every row of the batch has the same prefix length, as dense masks need.
 
     Attributes:
+        chain: the nodes are a chain without a prefix, which kernels with a causal mask of their own can do, too.
         compiled: also run `torch.compile` of the reference and FlexAttention, which compile for minutes.
     """
 
@@ -44,20 +45,21 @@ class Case:
     prefix: int
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
+    chain: bool = False
     compiled: bool = False
 
 
 def _case_id(case: Case) -> str:
     name = f"{case.model}-B{case.batch}-P{case.prefix}-T{case.nodes}-{str(case.dtype)[6:]}"
-    return f"{name}-compiled" if case.compiled else name
+    return name + "-chain" * case.chain + "-compiled" * case.compiled
 
 
 def _quick_cases() -> list[Case]:
     """List what tells most: prefix lengths and numbers of nodes, then precision, batches, models."""
     cases = [Case("llama3_8b", nodes, prefix) for prefix in (512, 4096, 16384) for nodes in (1, 16, 26, 64)]
+    cases += [replace(case, dtype=torch.float32) for case in cases]
     cases += [Case("llama3_8b", nodes, prefix) for prefix in (1024, 2048, 8192, 32768) for nodes in (1, 26)]
-    cases += [replace(case, dtype=torch.float32) for case in cases if case.prefix == 4096]
-    cases += [Case("llama3_8b", 26, 1024, batch=8)]
+    cases += [Case("llama3_8b", 512, 0, chain=True), Case("llama3_8b", 26, 1024, batch=8)]
     return cases + [Case(model, nodes, 4096) for model in ("smollm2_135m", "llama3_70b_tp8") for nodes in (1, 26)]
 
 
@@ -107,7 +109,8 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, case.dtype)
 
-    mask = mask_from_parents(torch.tensor([random_parents(case.nodes, 0)]))
+    parents = list(range(-1, case.nodes - 1)) if case.chain else random_parents(case.nodes, 0)
+    mask = mask_from_parents(torch.tensor([parents]))
     visible = torch.cat([torch.ones(case.nodes, case.prefix, dtype=torch.bool), unpack_mask(mask, case.nodes)[0]], 1)
     return Inputs(
         draw(case.batch, case.nodes, model.num_heads, model.head_dim),
@@ -116,6 +119,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
         mask.to(device),
         torch.full((case.batch,), case.prefix, dtype=torch.int32, device=device),
         torch.zeros(case.nodes, rows).masked_fill(~visible, -torch.inf).to(device, case.dtype),
+        case.chain,
     )
 
 
@@ -144,10 +148,12 @@ def providers(case: Case, options: Options | None = None) -> dict[str, Callable[
         "sdpa_folded": baselines.sdpa_folded,
         "sdpa_gqa": baselines.sdpa_gqa,
         "sdpa_expanded": baselines.sdpa_expanded,
-        "flashinfer": baselines.flashinfer,
+        "flashinfer": baselines.FlashInfer(),
     }
     if options is not None:
         found["extend_attention_cpu"] = baselines.ExtendAttention(options.peer_python)
+    if case.chain:
+        found |= {"sdpa_causal": baselines.sdpa_causal, "sdpa_causal_expanded": baselines.sdpa_causal_expanded}
     if case.compiled:
         found |= {"compiled_reference": baselines.compiled_reference, "flex_attention": baselines.FlexAttention()}
     return found

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class PeerProcess:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answer()
 
-    def load(self, inputs: dict[str, Tensor]) -> None:
+    def load(self, inputs: dict[str, Tensor | None]) -> None:
         """Hand over the inputs of the calls to come."""
         path = Path(self._folder.name) / "inputs.pt"
         torch.save(inputs, path)
@@ -70,13 +71,13 @@ class PeerProcess:
         return rest
 
 
-def _extend_attention(inputs: dict[str, Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """``q (B,T,Hq,D)``, caches ``(B,S,Hk,D)``, ``visible (T,T)``; returns the call and where its result will be."""
+def _extend_attention(inputs: dict[str, Any]) -> tuple[Callable[[], None], Tensor]:
+    """``q (B,T,Hq,D)``, caches ``(B,S,Hk,D)``, ``visible (T,T)`` or None: causal; returns the call and its result."""
     q, k, v, visible = (inputs[name] for name in ("q", "k", "v", "visible"))
     batch, nodes, _, dim = q.shape
     rows = k.shape[1]
     out = torch.empty_like(q).flatten(0, 1)
-    mask = visible.expand(batch, nodes, nodes).contiguous()
+    mask = None if visible is None else visible.expand(batch, nodes, nodes).contiguous()
     slots = torch.arange(batch * rows, dtype=torch.int32).view(batch, rows)
     starts = torch.arange(batch, dtype=torch.int32) * nodes
     arguments = (

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import attention_tables
 from benchmarks import plot as drawing
 from benchmarks.e2e import steps
 from benchmarks.e2e.catalogue import OURS, PROVIDERS
@@ -177,6 +178,10 @@ BLOCKS: dict[str, Callable[[Path], list[str]]] = {
     "e2e-phases": lambda path: markdown_phases(read_run(path)),
     "e2e-prompts": lambda path: markdown_prompts(read_run(path)),
     "e2e-steps": steps.markdown,
+    "attention": attention_tables.grid,
+    "attention-others": attention_tables.others,
+    "attention-growth": attention_tables.growth,
+    "attention-summary": attention_tables.summary,
 }
 MARKER = re.compile(rf"<!-- ({'|'.join(BLOCKS)}) (\S+) -->\n.*?<!-- /\1 -->", re.DOTALL)
 

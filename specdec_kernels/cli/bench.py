@@ -17,7 +17,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare which benchmark to run and how."""
     names = benchmark_names()
     parser.add_argument("op", metavar="OP", nargs="?", help=f"one of: {', '.join(names) or 'none found'}; default: all")
-    parser.add_argument("--case", default="*", metavar="PATTERN", help="only cases like this, for example 'llama3*'")
+    parser.add_argument(
+        "--case", action="append", metavar="PATTERN", help="only cases like this, e.g. 'llama3*'; may be given often"
+    )
     parser.add_argument("--device", type=device, default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=positive_int, help="threads of the CPU kernels; default: torch's choice")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each provider of each case")
@@ -57,12 +59,13 @@ def _run_one(name: str, args: Namespace) -> int:
     bench = importlib.import_module(f"benchmarks.bench_{name}")
     harness = importlib.import_module("benchmarks.harness")
     known = bench.CASES if args.full else getattr(bench, "QUICK", bench.CASES)
-    case_ids = [case_id for case_id in known if fnmatch.fnmatch(case_id, args.case)]
+    patterns = args.case or ["*"]
+    case_ids = [case_id for case_id in known if any(fnmatch.fnmatch(case_id, pattern) for pattern in patterns)]
     if args.list:
         print("\n".join(f"{name} {case_id}" for case_id in case_ids))
         return 0
     if not case_ids:
-        print(f"{name} has no case like {args.case!r}; see --list", file=sys.stderr)
+        print(f"{name} has no case like {' or '.join(map(repr, patterns))}; see --list", file=sys.stderr)
         return 2
     options = harness.Options(args.seconds, args.cold, args.peer_python, args.limit)
     machine, results = harness.run_benchmark(bench, args.device, options, case_ids)
