@@ -9,14 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch._inductor.config as inductor
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import CompileConfig, StaticCache, StoppingCriteria
 
 from benchmarks.e2e.catalogue import BUDGET, drafter_of
 from benchmarks.e2e.worker import Decoded, Provider
 from specdec_kernels.cli import _drafters
 from specdec_kernels.decoding.calibration import Calibration, Setting
 from specdec_kernels.decoding.stats import DecodeStats
+from specdec_kernels.hf._compat import cache_argument
 from specdec_kernels.hf.generate import speculative_generate
 from specdec_kernels.hf.load import load_model
 from specdec_kernels.hf.prepare import prepare
@@ -26,8 +28,8 @@ OPTIONS = {
     "hf-lookup": {"prompt_lookup_num_tokens": 10},
     "hf-early-exit": {"assistant_early_exit": 8},
 }
-# Prompts of two lengths and a token each: enough to compile the prompt's pass and a step for all lengths.
-COMPILE_PROMPTS, COMPILE_TOKENS = (24, 40), 4
+# Enough to compile a step: there is one after the prompt's pass.
+COMPILE_PROMPT, COMPILE_TOKENS = 24, 4
 
 
 def hugging_face(settings: SimpleNamespace) -> Provider:
@@ -55,22 +57,28 @@ def hugging_face(settings: SimpleNamespace) -> Provider:
 
 
 def hugging_face_compiled(settings: SimpleNamespace) -> Provider:
-    """Load ``model.generate`` with a forward that inductor has compiled, weights frozen into it."""
+    """Load ``model.generate`` whose steps inductor has compiled, weights frozen into them; prompts run eagerly.
+
+    That is how ``generate`` compiles by itself: one graph, for one token behind a cache of fixed size.
+    """
+    # As an option of torch.compile it would come too late: whether weights are constants is decided by the tracer.
+    inductor.freezing = True
     model = _load(settings)
-    # A cast of the logits outside the graph keeps all of them from being computed for a long prompt.
-    model.forward = torch.compile(model.forward, dynamic=True, options={"freezing": True})
+    compile_config = CompileConfig(fullgraph=True, dynamic=False, mode="default")
+    compile_config._compile_all_devices = True  # not only GPUs
+    # A frozen graph goes on reading and writing the cache that it was traced with, so all calls share this one.
+    cache = StaticCache(config=model.config, max_cache_len=settings.max_length)
+    options = {"do_sample": False, "compile_config": compile_config, cache_argument(model): cache}
 
     def decode(prompts: list[list[int]], max_new_tokens: int) -> Decoded:
         inputs, first = left_padded(prompts, settings.pad_id), FirstToken()
-        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "stopping_criteria": [first]}
-        with torch.inference_mode():
-            ids = model.generate(**inputs, **options)
+        cache.reset()
+        ids = model.generate(**inputs, **options, max_new_tokens=max_new_tokens, stopping_criteria=[first])
         texts = texts_of(ids, inputs, settings.eos_ids)
         return Decoded(texts, max(map(len, texts)) - 1, 1.0, first.at)
 
     start = time.perf_counter()
-    for length in COMPILE_PROMPTS:
-        decode([list(range(1, length + 1))], COMPILE_TOKENS)
+    decode([list(range(1, COMPILE_PROMPT + 1))] * settings.batch_size, COMPILE_TOKENS)
     return Provider(decode, {"compiled_in_s": round(time.perf_counter() - start, 1)})
 
 
