@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import attention_tables
 from benchmarks import plot as drawing
-from benchmarks.e2e import steps
+from benchmarks.e2e import scaling, steps
 from benchmarks.e2e.catalogue import OURS, PROVIDERS
 from benchmarks.e2e.rows import Row, Run, geometric, percentile, read_run
 from benchmarks.harness import RESULTS
@@ -182,6 +182,7 @@ BLOCKS: dict[str, Callable[[Path], list[str]]] = {
     "attention-others": attention_tables.others,
     "attention-growth": attention_tables.growth,
     "attention-summary": attention_tables.summary,
+    "e2e-scaling": scaling.markdown,
 }
 MARKER = re.compile(rf"<!-- ({'|'.join(BLOCKS)}) (\S+) -->\n.*?<!-- /\1 -->", re.DOTALL)
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.e2e.scaling --prepare --drafter medusa+ngram --save
     python -m benchmarks.e2e.scaling --prepare --drafter medusa+ngram --sweep batch --batch-sizes 1 2 4 8 16
+    python -m benchmarks.e2e.scaling --prepare --contexts 256 --batch-sizes 1 4 --nodes 1 8 --max-new-tokens 16
 
 Each row continues a chat about a piece of this repository's documents; rows differ. Only decode steps are timed, the
 prefill is not. Providers take turns on the same prompts: ``plain`` (our loop without drafts), ``budget`` (drafts sized
@@ -164,10 +165,46 @@ def save(path: Path, points: Sequence[Point]) -> Path:
     return plot(path)
 
 
+def read_points(path: Path) -> list[Point]:
+    """Return the points of a result file."""
+    records = map(json.loads, path.read_text().splitlines())
+    return [Point(**record) for record in records if "sweep" in record]
+
+
+def markdown(path: Path) -> list[str]:
+    """Return two tables of a result file: contexts and batches by provider, then nodes.
+
+    What the model says is given over what was measured.
+    """
+    points = read_points(path)
+    at: dict[tuple[str, int], dict[str, Point]] = {}
+    for point in points:
+        at.setdefault((point.sweep, point.x), {})[point.provider] = point
+    lines = _header("tokens/s", "plain", "budget", "largest", "budget / plain", "tokens/step", "model / measured")
+    for (sweep, _), found in at.items():
+        if sweep != "nodes":
+            own = [found[name] for name in ("plain", "budget", "largest")]
+            rows, context = f"B = {own[0].batch_size}", f"{own[0].context_len} tokens"
+            cells = [f"{rows}, {context}" if sweep == "batch" else f"{context}, {rows}"]
+            cells += [f"{point.tokens_per_s:.0f}" for point in own]
+            cells += [f"{own[1].tokens_per_s / own[0].tokens_per_s:.2f} ×"]
+            cells += [" / ".join(f"{point.tokens_per_step:.2f}" for point in own)]
+            cells += [" / ".join(f"{point.model_tokens_per_s / point.tokens_per_s:.2f}" for point in own)]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *_header("nodes at most", "tokens/s", "tokens/step", "ms/step", "model / measured")]
+    for point in (point for point in points if point.sweep == "nodes"):
+        cells = [f"{point.x}", f"{point.tokens_per_s:.0f}", f"{point.tokens_per_step:.2f}", f"{point.step_ms:.1f}"]
+        lines.append(f"| {' | '.join(cells)} | {point.model_tokens_per_s / point.tokens_per_s:.2f} |")
+    return lines
+
+
+def _header(*columns: str) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+
+
 def plot(path: Path) -> Path:
     """Draw a result file as SVG beside it."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    points = [Point(**record) for record in records if "sweep" in record]
+    points = read_points(path)
     panels = []
     for sweep, label in SWEEPS.items():
         mine = [point for point in points if point.sweep == sweep]
@@ -210,7 +247,8 @@ def main() -> int:
     points = []
     print(f"{'sweep':<9}{'x':>6}  {'provider':<12}{'tokens/s':>9}{'model':>9}{'tok/step':>9}{'step ms':>9}")
     for sweep in args.sweep:
-        for x in {"context": args.contexts, "batch": args.batch_sizes, "nodes": args.nodes}[sweep]:
+        nodes = [count for count in args.nodes if count <= drafter.max_nodes]
+        for x in {"context": args.contexts, "batch": args.batch_sizes, "nodes": nodes}[sweep]:
             for point in measure(args, model, tokenizer, drafter, calibration, sweep, x):
                 points.append(point)
                 values = f"{point.tokens_per_s:>9.1f}{point.model_tokens_per_s:>9.1f}{point.tokens_per_step:>9.2f}"

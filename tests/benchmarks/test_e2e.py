@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.e2e import compare, report, starting
+from benchmarks.e2e import compare, report, scaling, starting
 from benchmarks.e2e.prompts import encode, lengthened, read_prompts
 from benchmarks.e2e.rows import Row, Run, percentile, read_run, without_folders, write_run
 
@@ -226,6 +226,18 @@ def test_rates_over_plain_decoding_for_every_prompt() -> None:
     lines = report.markdown_prompts(Run(HEAD, rows))
     assert lines[0] == "| then tokens/s × own plain | qa | rag |"
     assert lines[2:] == ["| ours, `plain` | 1.00 | 1.00 |", "| ours, medusa | - | 2.00 |"]
+
+
+def test_points_of_a_scaling_run_become_tables(tmp_path) -> None:
+    speeds = {"plain": 50.0, "budget": 60.0, "largest": 40.0}
+    points = [scaling.Point("batch", 2, p, 256, 2, v, 1.5, 20.0, [0, 1], 2 * v) for p, v in speeds.items()]
+    points += [scaling.Point("context", 512, p, 512, 1, v, 1.5, 20.0, [0, 1], 2 * v) for p, v in speeds.items()]
+    points += [scaling.Point("nodes", 4, "speculative", 256, 1, 80.0, 2.0, 25.0, [0, 1], 60.0)]
+    scaling.save(tmp_path / "points.jsonl", points)
+    lines = scaling.markdown(tmp_path / "points.jsonl")
+    numbers = "| 50 | 60 | 40 | 1.20 × | 1.50 / 1.50 / 1.50 | 2.00 / 2.00 / 2.00 |"
+    assert lines[2:5] == [f"| 512 tokens, B = 1 {numbers}", f"| B = 2, 256 tokens {numbers}", ""]
+    assert lines[7:] == ["| 4 | 80 | 2.00 | 25.0 | 0.75 |"]
 
 
 def test_the_documentation_has_the_figures_of_the_result_files() -> None:

@@ -15,11 +15,11 @@ def settings(tmp_path, monkeypatch) -> SimpleNamespace:
     config = LlamaConfig(vocab_size=97, num_hidden_layers=1, eos_token_id=None, initializer_range=0.5, **shape)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     monkeypatch.setattr(providers.inductor, "freezing", False)  # and back when the test is over
-
     common = {"dtype": "float32", "threads": torch.get_num_threads(), "batch_size": 1, "max_length": 48}
     return SimpleNamespace(name="generate", folder=str(tmp_path), pad_id=0, eos_ids=[], **common)
 
 
+@pytest.mark.slow
 def test_transformers_compiled_decodes_what_generate_does(settings) -> None:
     """More than one prompt: a frozen graph would go on with the first one's cache."""
     plain = providers.hugging_face(settings)
