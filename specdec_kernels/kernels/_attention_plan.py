@@ -104,7 +104,6 @@ def _worthwhile_len(num_rows: int, head_dim: int, v_dim: int, itemsize: int) -> 
 class Geometry:
     """What the kernels are told of a call's shapes and strides: worked out once, looked up in each layer of a model."""
 
-    out_shape: tuple[int, int, int, int]
     partial_shape: tuple[int, int, int, int, int]
     grid: tuple[int, int, int]
     merge_grid: tuple[int, int, int]
@@ -139,7 +138,6 @@ def geometry(
     strides = (*q_strides[:3], *k_strides[:3], *v_strides[:3])
     mask_stride = 0 if mask_is_shared else num_nodes * ((num_nodes + 63) // 64)
     return Geometry(
-        out_shape=(batch, num_nodes, num_q_heads, v_dim),
         partial_shape=(batch, num_splits, num_nodes, num_q_heads, v_dim),
         grid=(num_row_tiles * num_splits, num_kv_heads, batch),
         merge_grid=(num_nodes * num_q_heads, batch, 1),

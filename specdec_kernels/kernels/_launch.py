@@ -1,6 +1,8 @@
 """Launches without Triton's look at every argument, which takes 10 µs for each kernel, more than the rest of an op."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple
 
 from triton.compiler import CompiledKernel
 
@@ -10,10 +12,10 @@ _LIMIT = 4096
 _known: dict[tuple, CompiledKernel] = {}
 
 
-def launch(kernel, grid: tuple[int, int, int], args: tuple, options: dict, facts: tuple[Hashable, ...]) -> None:
-    """Launch as ``kernel[grid](*args, **options)`` does; the same kernel and facts start the same binary at once.
+class Call(NamedTuple):
+    """A launch to be made: ``launch(*call)``.
 
-    Args:
+    Attributes:
         kernel: a function under `triton.jit`.
         grid: programs in each dimension.
         args: for every parameter of the kernel, its constants included, in order.
@@ -22,13 +24,32 @@ def launch(kernel, grid: tuple[int, int, int], args: tuple, options: dict, facts
             arguments are None, and of those that the kernel does not exempt by ``do_not_specialize`` whether they are
             1 or multiples of 16, integers, and addresses. They may tell more apart than Triton does, never less.
     """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    args: tuple
+    options: dict
+    facts: tuple[Hashable, ...]
+
+
+def launch(kernel, grid: tuple[int, int, int], args: tuple, options: dict, facts: tuple[Hashable, ...]) -> Callable:
+    """Launch as ``kernel[grid](*args, **options)`` does; the same kernel and facts start the same binary at once.
+
+    Args: as in `Call`.
+
+    Returns:
+        What starts the kernel once more, given arguments of which all facts hold, too.
+    """
     key = (kernel.fn, *facts)
     binary = _known.get(key)
     if binary is not None:
-        binary[grid](*args)
-        return
+        start = binary[grid]
+        start(*args)
+        return start
     binary = kernel[grid](*args, **options)
-    if isinstance(binary, CompiledKernel):  # not under the interpreter, nor where kernels are only compiled
-        if len(_known) >= _LIMIT:
-            _known.clear()
-        _known[key] = binary
+    if not isinstance(binary, CompiledKernel):  # under the interpreter, or where kernels are only compiled
+        return partial(kernel[grid], **options)
+    if len(_known) >= _LIMIT:
+        _known.clear()
+    _known[key] = binary
+    return binary[grid]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._registry import OPS
 from . import _common
-from ._launch import launch
+from ._launch import Call, launch
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_inner"])
@@ -203,38 +203,41 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == torch.float64:
         return OPS["rms_norm"].reference(x, weight, eps)
     out = x.new_empty(x.shape)
-    if out.numel() == 0:
-        return out
+    if out.numel() > 0:
+        with torch.cuda.device_of(x):
+            launch(*rms_norm_call(x, weight, eps, out))
+    return out
+
+
+def rms_norm_call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Call:
+    """Return the launch that writes to ``out``, which is contiguous and not empty."""
     rows, width = _common.rows_of(x), x.shape[-1]
     plan = choose_plan(_common.device_of(x), "rms_norm", width, x.dtype)
     num_rows, strides = rows.shape[0] * rows.shape[1], rows.stride()[:2]
-    args = (rows, weight, out, float(eps), num_rows, rows.shape[1], width, *strides)
+    constants = width <= plan.block_c, plan.block_r, plan.block_c
+    args = (rows, weight, out, float(eps), num_rows, rows.shape[1], width, *strides, *constants)
     facts = plan, x.dtype, width, strides, rows.data_ptr() % 16, weight.data_ptr() % 16
-    with torch.cuda.device_of(x):
-        constants = width <= plan.block_c, plan.block_r, plan.block_c
-        launch(
-            _rms_norm_kernel,
-            (triton.cdiv(num_rows, plan.block_r), 1, 1),
-            (*args, *constants),
-            plan.compile_options,
-            facts,
-        )
-    return out
+    return Call(_rms_norm_kernel, (triton.cdiv(num_rows, plan.block_r), 1, 1), args, plan.compile_options, facts)
 
 
 def rotary_cache_write_triton(
     qkv, cos, sin, k_cache, v_cache, prefix_len, *, first_node, slots, q_norm, k_norm, eps
 ) -> None:
     """Launch the kernel; see `specdec_kernels.rotary_cache_write_`."""
+    tensors = qkv, cos, sin, k_cache, v_cache, prefix_len
+    options = {"first_node": first_node, "slots": slots, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
     if qkv.dtype == torch.float64:
-        OPS["rotary_cache_write_"].reference(
-            *(qkv, cos, sin, k_cache, v_cache, prefix_len),
-            **{"first_node": first_node, "slots": slots, "q_norm": q_norm, "k_norm": k_norm, "eps": eps},
-        )
-        return
+        OPS["rotary_cache_write_"].reference(*tensors, **options)
+    elif qkv.numel() > 0:
+        with torch.cuda.device_of(qkv):
+            launch(*rotary_cache_write_call(*tensors, **options))
+
+
+def rotary_cache_write_call(
+    qkv, cos, sin, k_cache, v_cache, prefix_len, *, first_node, slots, q_norm, k_norm, eps
+) -> Call:
+    """Return the launch, for a ``qkv`` that is not empty."""
     batch, num_nodes, num_heads, head_dim = qkv.shape
-    if batch * num_nodes * head_dim == 0:
-        return
     num_kv_heads = k_cache.shape[2]
     half, angle_strides = 0, (0, 0)
     if cos is not None:
@@ -249,15 +252,10 @@ def rotary_cache_write_triton(
     num_q_heads = num_heads - 2 * num_kv_heads
     tiles = triton.cdiv(num_q_heads, plan.block_r) + 2 * triton.cdiv(num_kv_heads, plan.block_r)
     addresses = tuple(None if t is None else t.data_ptr() % 16 for t in tensors)
-    with torch.cuda.device_of(qkv):
-        launch(
-            _rotary_cache_write_kernel,
-            (batch * num_nodes, tiles, 1),
-            (
-                *(*tensors, prefix_len, slots, eps, first_node, num_nodes, num_q_heads, num_kv_heads),
-                *(prefix_len.stride(0), 0 if slots is None else slots.stride(0), *strides),
-                *(head_dim, half, plan.block_r, *blocks),
-            ),
-            plan.compile_options,
-            (plan, qkv.dtype, half, head_dim, strides, addresses, slots is None),
-        )
+    args = (
+        *(*tensors, prefix_len, slots, eps, first_node, num_nodes, num_q_heads, num_kv_heads),
+        *(prefix_len.stride(0), 0 if slots is None else slots.stride(0), *strides),
+        *(head_dim, half, plan.block_r, *blocks),
+    )
+    facts = plan, qkv.dtype, half, head_dim, strides, addresses, slots is None
+    return Call(_rotary_cache_write_kernel, (batch * num_nodes, tiles, 1), args, plan.compile_options, facts)

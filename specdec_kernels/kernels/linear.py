@@ -5,6 +5,7 @@ split, so nothing is merged, and a matrix is read once for each tile of rows. ``
 follows for the bits of a row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from .._registry import OPS
 from . import _common
-from ._launch import launch
+from ._launch import Call, launch
 from ._product_tiles import products, products_of_two
 
 
@@ -163,10 +164,18 @@ def linear_triton(x: Tensor, weights: list[Tensor], biases: list[Tensor], residu
     """Launch the kernel; see `specdec_kernels.linear`."""
     if x.dtype == torch.float64:
         return OPS["linear"].reference(x, weights, biases, residual)
+    out = x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
+    if out.numel() > 0:
+        with torch.cuda.device_of(x):
+            launch(*linear_call(x, weights, biases, residual, out))
+    return out
+
+
+def linear_call(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], residual: Tensor | None, out: Tensor
+) -> Call:
+    """Return the launch that writes to ``out``, which is contiguous and not empty."""
     counts, width = tuple(weight.shape[0] for weight in weights), x.shape[-1]
-    out = x.new_empty(*x.shape[:-1], sum(counts))
-    if out.numel() == 0:
-        return out
     rows, added = _common.rows_of(x), None if residual is None else _common.rows_of(residual)
     num_rows = rows.shape[0] * rows.shape[1]
     if added is not None and added.shape[1] != rows.shape[1]:
@@ -180,12 +189,10 @@ def linear_triton(x: Tensor, weights: list[Tensor], biases: list[Tensor], residu
         *(len(counts), *plan.constants(width)),
     )
     read = [rows, *weights, *biases, *([] if added is None else [added])]
-    facts = plan, x.dtype, counts, weight_strides, width, strides, len(biases), added is None
+    addresses = tuple(tensor.data_ptr() % 16 for tensor in read)
+    facts = plan, x.dtype, counts, weight_strides, width, strides, len(biases), added is None, addresses
     tiles = sum(triton.cdiv(count, plan.block_n) for count in counts) * triton.cdiv(num_rows, plan.block_r)
-    with torch.cuda.device_of(x):
-        addresses = tuple(tensor.data_ptr() % 16 for tensor in read)
-        launch(_linear_kernel, (tiles, 1, 1), args, plan.compile_options, (*facts, addresses))
-    return out
+    return Call(_linear_kernel, (tiles, 1, 1), args, plan.compile_options, facts)
 
 
 def gated_linear_triton(
@@ -194,10 +201,18 @@ def gated_linear_triton(
     """Launch the kernel; see `specdec_kernels.gated_linear`."""
     if x.dtype == torch.float64:
         return OPS["gated_linear"].reference(x, gate_weight, up_weight, gate_bias, up_bias)
+    out = x.new_empty(*x.shape[:-1], gate_weight.shape[0])
+    if out.numel() > 0:
+        with torch.cuda.device_of(x):
+            launch(*gated_linear_call(x, gate_weight, up_weight, gate_bias, up_bias, out))
+    return out
+
+
+def gated_linear_call(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor
+) -> Call:
+    """Return the launch that writes to ``out``, which is contiguous and not empty."""
     count, width = gate_weight.shape
-    out = x.new_empty(*x.shape[:-1], count)
-    if out.numel() == 0:
-        return out
     rows = _common.rows_of(x)
     num_rows = rows.shape[0] * rows.shape[1]
     plan = choose_plan(_common.device_of(x), "gated_linear", x.dtype, num_rows, count, _common.dot_precision(x))
@@ -207,6 +222,4 @@ def gated_linear_triton(
     tiles = triton.cdiv(count, plan.block_n) * triton.cdiv(num_rows, plan.block_r)
     addresses = tuple(None if t is None else t.data_ptr() % 16 for t in tensors)
     facts = plan, x.dtype, count, width, strides, addresses
-    with torch.cuda.device_of(x):
-        launch(_gated_linear_kernel, (tiles, 1, 1), args, plan.compile_options, facts)
-    return out
+    return Call(_gated_linear_kernel, (tiles, 1, 1), args, plan.compile_options, facts)

@@ -27,7 +27,7 @@ from ._attention_tiles import (
     unpack,
     visible_words,
 )
-from ._launch import launch
+from ._launch import Call, launch
 
 
 # Arguments with a type cost Triton nothing at a launch; the others it looks at each time.
@@ -184,7 +184,7 @@ def _tree_attention_kernel(
 
 def tree_attention_triton(q, k_cache, v_cache, tree_mask, prefix_len, **options) -> tuple[Tensor, Tensor]:
     """Launch the kernel over a contiguous cache; see `specdec_kernels.tree_attention`."""
-    plan = _plan(q, k_cache, v_cache)
+    plan = plan_of(q, k_cache, v_cache)
     if plan is None:
         return OPS["tree_attention"].reference(q, k_cache, v_cache, tree_mask, prefix_len, **options)
     return _attend(plan, q, k_cache, v_cache, None, tree_mask, prefix_len, **options)
@@ -195,13 +195,14 @@ def paged_tree_attention_triton(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel over a paged cache; see `specdec_kernels.paged_tree_attention`."""
     args = (q, k_cache, v_cache, block_table, tree_mask, prefix_len)
-    plan = _plan(q, k_cache, v_cache)
+    plan = plan_of(q, k_cache, v_cache)
     if plan is None:
         return OPS["paged_tree_attention"].reference(*args, **options)
     return _attend(plan, *args, **options)
 
 
-def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Plan | None:
+def plan_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Plan | None:
+    """Return the launch parameters of a call; None where the reference serves it."""
     q_shape, v_shape = q.shape, v_cache.shape
     num_rows = q_shape[1] * (q_shape[2] // v_shape[2])
     device, precision = _common.device_of(q), _common.dot_precision(q)
@@ -218,14 +219,24 @@ def _is_aligned(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     return bits % 16 == 0
 
 
-def _attend(
+def _attend(plan: Plan, q, k_cache, v_cache, table, tree_mask, prefix_len, **options) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:3], v_cache.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if out.shape[0] > 0:
+        with torch.cuda.device_of(q):
+            caches, tree, results = (k_cache, v_cache), (tree_mask, prefix_len), (out, lse)
+            for call in attention_calls(plan, q, caches, table, tree, results, **options):
+                launch(*call)
+    return out, lse
+
+
+def attention_calls(
     plan: Plan,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    caches: tuple[Tensor, Tensor],
     table: Tensor | None,
-    tree_mask: Tensor,
-    prefix_len: Tensor,
+    tree: tuple[Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
     *,
     scale: float | None = None,
     softcap: float | None = None,
@@ -233,15 +244,14 @@ def _attend(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> list[Call]:
+    """Return the launches, one or two, that write the results: contiguous ``out`` and ``lse``, which are not empty."""
+    (k_cache, v_cache), (tree_mask, prefix_len), (out, lse) = caches, tree, results
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
     sizes = (q.shape, q.stride()), k_cache.stride(), (v_cache.shape, v_cache.stride())
     pages = None if table is None else (table.shape, table.stride())
     form = geometry(plan, *sizes, pages, tree_mask.shape[0] == 1, window)
-    out, lse = q.new_empty(form.out_shape), q.new_empty(form.out_shape[:3], dtype=torch.float32)
-    if out.shape[0] == 0:
-        return out, lse
     partial = partial_lse = lse  # without splits anything of that dtype serves: nothing is written
     if form.num_splits > 1:
         partial = lse.new_empty(form.partial_shape)
@@ -261,12 +271,11 @@ def _attend(
     # Tensors that torch has just made are aligned.
     addresses = q.data_ptr() % 16, k_cache.data_ptr() % 16, v_cache.data_ptr() % 16
     facts = form.facts, softcap is None, window is None, kinds, addresses
-    with torch.cuda.device_of(q):
-        launch(_tree_attention_kernel, form.grid, args, plan.compile_options, facts)
-        if form.num_splits > 1:
-            args = partial, partial_lse, prefix_len, out, lse, window, *form.sizes, *plan.merge_arguments
-            launch(merge_splits_kernel, form.merge_grid, args, MERGE_OPTIONS, (plan, window is None))
-    return out, lse
+    calls = [Call(_tree_attention_kernel, form.grid, args, plan.compile_options, facts)]
+    if form.num_splits > 1:
+        args = partial, partial_lse, prefix_len, out, lse, window, *form.sizes, *plan.merge_arguments
+        calls.append(Call(merge_splits_kernel, form.merge_grid, args, MERGE_OPTIONS, (plan, window is None)))
+    return calls
 
 
 def _describe(vectors: tuple[Tensor | None, Tensor | None, Tensor | None]) -> tuple[tuple, tuple[int, int]]:

@@ -35,6 +35,7 @@ define_op(
     "int[] rotated, float scale, float eps) -> ()",
     reference=decoder_layers_ref,
     fake=_fake_layers,
+    triton="kernels.layers:decoder_layers_triton",
     native=("cpu",),
 )
 
@@ -64,7 +65,7 @@ def decoder_layers_(
         h  →  rms_norm → gated_linear(Wgate Wup) → linear(Wdown) + h  →  h
 
     On the CPU the threads are woken once for all layers, and nothing between the stages is dispatched: that is a fifth
-    of a step of one node of a small model.
+    of a step of one node of a small model. On a GPU the launches of these ops are prepared once for all layers.
 
     Args:
         hidden: ``(B, T, C)`` fp16, bf16, fp32 or fp64, contiguous; what comes, and then what the last layer gave.
@@ -83,8 +84,10 @@ def decoder_layers_(
         scale: of the scores, ``D ** -0.5`` when None.
         eps: of all norms.
 
-    All in hidden's dtype, any strides but 1 in the last dimension; all layers have the same sizes. Not checked: as in
-    these ops, and that hidden and the caches lie in memory of their own.
+    All in hidden's dtype, any strides but 1 in the last dimension; all layers have the same sizes. Not checked on a
+    GPU, because it would wait for the device: the values of ``prefix_len`` and ``slots``. Not checked anywhere: as in
+    these ops, and that hidden and the caches lie in memory of their own. On a GPU, heads of more than 256 dims run on
+    the reference, which has other bits than the ops.
 
     Raises:
         TypeError, ValueError, RuntimeError: as these ops; ValueError for lists that do not belong together.

@@ -14,6 +14,7 @@ import torch
 from benchmarks import (
     bench_decoder,
     bench_kv_compact,
+    bench_layers,
     bench_linear,
     bench_medusa_project,
     bench_tree_attention,
@@ -226,6 +227,17 @@ def test_decoder_providers_agree() -> None:
     case = bench_decoder.Case("smollm2_135m", 2, 3)
     harness.gate(bench_decoder, case, CPU)
     assert bench_decoder.cost(case).read_bytes == 2 * 6 * (2 * 576 + 15 * 64)
+
+
+def test_layers_providers_agree() -> None:
+    case = bench_layers.Case("smollm2_135m", 2, 3, layers=2)
+    harness.gate(bench_layers, case, CPU)
+    assert bench_layers.cost(case).read_bytes == 4 * (576 * (576 + 2 * 192 + 576 + 3 * 1536) + 2 * 2 * 512 * 192)
+    results = harness.summarise(
+        SimpleNamespace(**vars(bench_layers) | {"CASES": {"toy": case}}),
+        *("toy", {"reference": [9e-6], "specdec_kernels": [4e-6], "one_by_one": [8e-6]}, MACHINE, ROOFLINE, False),
+    )
+    assert "1.0 µs a layer,      2.0 op by op" in bench_layers.notes(results, CPU)
 
 
 def test_lists_cases(capsys) -> None:

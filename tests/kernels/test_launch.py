@@ -1,13 +1,17 @@
 """Launches that take the short way past Triton's look at the arguments end in the same call of the driver."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from specdec_kernels.cli._layer_cases import LinearCase, NormCase, RotationCase
 from specdec_kernels.kernels import _aot, _launch
+from specdec_kernels.kernels.layers import decoder_layers_triton
 from specdec_kernels.kernels.tree_attention import paged_tree_attention_triton, tree_attention_triton
+
+from ..ops.test_layers import make_inputs
 
 NONE = dict.fromkeys(("scale", "softcap", "window", "sinks", "k_scale", "v_scale"))
 
@@ -94,6 +98,21 @@ def test_a_layer_takes_it(case, monkeypatch) -> None:
     monkeypatch.setattr("triton.JITFunction.run", None)
     assert started([{}], case.launch) == first
     assert len(first) == 1
+
+
+def test_whole_layers_take_it(monkeypatch) -> None:
+    """Each layer starts what the first one does; with other strides, another binary."""
+    inputs = make_inputs(((2, 5, 64, 96, 4, 2, 16), 3, torch.bfloat16, (0, 6), False, False))
+    inputs |= {"windows": [0, 0, 0], "rotated": [1, 1, 1]}
+    whole = partial(decoder_layers_triton, **inputs)
+    first = started([{}], whole)
+    assert len(first) == 3 * 8
+    assert first[:8] == first[8:16] == first[16:]
+    monkeypatch.setattr("triton.JITFunction.run", None)
+    assert started([{}], whole) == first
+    inputs["weights"][13] = inputs["weights"][13].contiguous()
+    with pytest.raises(TypeError):
+        started([{}], whole)
 
 
 def test_known_launches_are_bounded(monkeypatch, nothing_known) -> None:

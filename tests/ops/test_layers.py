@@ -41,13 +41,13 @@ def make_inputs(case, device="cpu"):
     (batch, nodes, width, inner, q, kv, dim), count, dtype, biased, normed, slotted = case
 
     def random(*shape):
-        return torch.randn(*shape[:-1], shape[-1] + 3)[..., 3:].to(device, dtype)
+        return torch.randn(*shape[:-1], shape[-1] + 3).to(device, dtype)[..., 3:]
 
     shapes = [(q * dim, width), (kv * dim, width), (kv * dim, width), (width, q * dim), (inner, width), (inner, width)]
     shapes.append((width, inner))
     weights = []
     for _ in range(count):
-        matrices = [random(*shape) * shape[1] ** -0.5 for shape in shapes]
+        matrices = [random(*shape).mul_(shape[1] ** -0.5) for shape in shapes]
         weights += [random(width), *matrices[:4], random(width), *matrices[4:]]
         weights += [random(dim), random(dim)] if normed else []
     biases = [random(shapes[i][0]) for _ in range(count) for i in biased]

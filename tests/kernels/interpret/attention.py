@@ -33,4 +33,4 @@ def force_splits(monkeypatch: pytest.MonkeyPatch, num_keys: int) -> None:
 
 def block_m(case: Case) -> int:
     """Return how many packed rows share a tile."""
-    return module._plan(case.q, case.k, case.v).block_m
+    return module.plan_of(case.q, case.k, case.v).block_m

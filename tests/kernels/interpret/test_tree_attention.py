@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec_kernels.kernels import _common
-from specdec_kernels.kernels.tree_attention import _plan, paged_tree_attention_triton, tree_attention_triton
+from specdec_kernels.kernels.tree_attention import paged_tree_attention_triton, plan_of, tree_attention_triton
 from specdec_kernels.reference.tree_attention import tree_attention_ref
 from specdec_kernels.tree import pack_mask
 from tests.kernels.meter import measure
@@ -83,7 +83,7 @@ def test_tiles(nodes, heads, dims) -> None:
 def test_fp32_takes_many_dims_in_pieces(page, dims, layout, piece) -> None:
     """Each dim once, none of a neighbour: 256 are four pieces of 64, of 200 and 130 the last is not whole."""
     case = make_case(2, (35, 5), 5, (4, 2), dims, FP32, layout, trees=2, window=30)
-    assert _plan(case.q, case.k, case.v).block_d == piece
+    assert plan_of(case.q, case.k, case.v).block_d == piece
     with measure():  # raises where anything else is read
         check(case, attend(case, page))
 
