@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from benchmarks.e2e import report
+from benchmarks.e2e import report, sentences
 from benchmarks.e2e.catalogue import OURS, PEERS, PROVIDERS
 from benchmarks.e2e.processes import WorkerProcess
 from benchmarks.e2e.prompts import OWN_PROMPTS, encode, lengthened, read_prompts
 from benchmarks.e2e.rows import Row, Run, read_run, without_folders, write_run
 from benchmarks.e2e.starting import GATE_PROMPT, started, warm_up
-from benchmarks.e2e.weights import MODEL_FOLDER, write_folder, write_gguf
+from benchmarks.e2e.weights import MODEL_FOLDER, memory_sizes, write_folder, write_gguf
 from benchmarks.harness import RESULTS
 from benchmarks.machine import describe_machine
 from specdec_kernels.cli import _drafters
@@ -128,7 +128,7 @@ def result_file(args) -> Path:
     return folder / f"{'_'.join(parts)}_b{args.batch_size}.jsonl"
 
 
-def run_head(args, workers: dict[str, WorkerProcess], absent: dict[str, str]) -> dict[str, Any]:
+def run_head(args, workers: dict[str, WorkerProcess], absent: dict[str, str], sizes: dict[str, int]) -> dict[str, Any]:
     """Return the first line of a result file."""
     return {
         "machine": asdict(describe_machine(torch.device("cpu"))),
@@ -138,6 +138,8 @@ def run_head(args, workers: dict[str, WorkerProcess], absent: dict[str, str]) ->
         "max_new_tokens": args.max_new_tokens,
         "batch_size": args.batch_size,
         "prepared": args.prepare,
+        "shipped": sentences.shipped(),
+        **sizes,
         **({} if args.prompt_tokens is None else {"prompt_tokens": args.prompt_tokens}),
         "notes": {name: worker.notes for name, worker in workers.items() if worker.notes},
         "absent": {name: without_folders(reason) for name, reason in absent.items()},
@@ -228,7 +230,8 @@ def main() -> int:
                 input("loaded; Enter starts the run\n")
             rows = read_run(result_file(args)).rows if args.resume and result_file(args).exists() else []
             rows = run_all(args, workers, tokenizer, questions, rows, absent)
-            run = Run(run_head(args, workers, absent), rows)
+            sizes = memory_sizes(folder / MODEL_FOLDER, getattr(torch, args.dtype))
+            run = Run(run_head(args, workers, absent, sizes), rows)
     print("\n" + "\n".join(report.table(run)))
     if args.save:
         write_run(result_file(args), run)

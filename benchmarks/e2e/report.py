@@ -15,17 +15,18 @@ from typing import Any
 
 from benchmarks import attention_tables
 from benchmarks import plot as drawing
-from benchmarks.e2e import scaling, steps
+from benchmarks.e2e import calibrated, scaling, sentences, steps
 from benchmarks.e2e.catalogue import OURS, PROVIDERS
 from benchmarks.e2e.rows import Row, Run, geometric, percentile, read_run
+from benchmarks.e2e.sentences import same_texts
+from benchmarks.e2e.shown import by_speed, fastest, label, shown
 from benchmarks.harness import RESULTS
 
 ROOT = Path(__file__).parents[2]
 # A `generate` whose two candidates lie this close, in bf16 units in the last place, is decided by rounding.
 NEAR_TIE_ULP = 4.0
-COLUMNS = ("tokens/s", "p20–p80", "× HF", "tokens/step", "ms/step", "peak MB", "= HF", "= own plain")
+COLUMNS = ("tokens/s", "median", "p20–p80", "× HF", "tokens/step", "ms/step", "peak MB", "= HF", "= own plain")
 PHASE_COLUMNS = ("whole call × HF", "first token ms", "× HF", "then tokens/s", "× HF")
-LABELS = {"generate": "HF `generate`", "plain": "ours, `plain`"}
 
 
 def progress(rows: list[Row]) -> str:
@@ -49,21 +50,16 @@ def figures(run: Run, provider: str) -> list[str]:
     passes = [row.step_ms for row in rows if not math.isnan(row.step_ms)]
     peaks = [row.peak_bytes for row in rows if row.peak_bytes is not None]
     return [
-        _shown("{:.1f}", geometric(speeds)),
-        f"{_shown('{:.1f}', percentile(speeds, 0.2))}–{_shown('{:.1f}', percentile(speeds, 0.8))}",
-        _shown("{:.2f}", run.speed_up(provider, "generate")),
-        _shown("{:.2f}", statistics.mean(steps) if steps else math.nan),
-        _shown("{:.1f}", statistics.median(passes) if passes else math.nan),
-        _shown("{:.0f}", max(peaks) / 1e6 if peaks else math.nan),
+        shown("{:.1f}", geometric(speeds)),
+        shown("{:.1f}", statistics.median(speeds)),
+        f"{shown('{:.1f}', percentile(speeds, 0.2))}–{shown('{:.1f}', percentile(speeds, 0.8))}",
+        shown("{:.2f}", run.speed_up(provider, "generate")),
+        shown("{:.2f}", statistics.mean(steps) if steps else math.nan),
+        shown("{:.1f}", statistics.median(passes) if passes else math.nan),
+        shown("{:.0f}", max(peaks) / 1e6 if peaks else math.nan),
         same_texts(rows, "generate"),
         same_texts(rows, PROVIDERS[provider].standard),
     ]
-
-
-def same_texts(rows: list[Row], standard: str) -> str:
-    """Return how many texts are those of a standard, ``-`` when it was not compared."""
-    compared = [row.differs_from[standard] for row in rows if standard in row.differs_from]
-    return f"{compared.count(None)} of {len(compared)}" if compared else "-"
 
 
 def phases(run: Run, provider: str) -> list[str]:
@@ -77,16 +73,12 @@ def phases(run: Run, provider: str) -> list[str]:
     # A text of one token has nothing after it.
     speeds, faster = ([value for value in values if not math.isnan(value)] for values in (speeds, faster))
     return [
-        _shown("{:.2f}", run.speed_up(provider, "generate")),
-        _shown("{:.0f}", statistics.median(firsts) * 1e3 if firsts else math.nan),
-        _shown("{:.2f}", geometric(sooner)),
-        _shown("{:.1f}", geometric(speeds)),
-        _shown("{:.2f}", geometric(faster)),
+        shown("{:.2f}", run.speed_up(provider, "generate")),
+        shown("{:.0f}", statistics.median(firsts) * 1e3 if firsts else math.nan),
+        shown("{:.2f}", geometric(sooner)),
+        shown("{:.1f}", geometric(speeds)),
+        shown("{:.2f}", geometric(faster)),
     ]
-
-
-def _shown(form: str, value: float) -> str:
-    return "-" if math.isnan(value) else form.format(value)
 
 
 def tasks(run: Run) -> list[str]:
@@ -103,7 +95,7 @@ def table(run: Run) -> list[str]:
     lines += ["", f"{'× HF by task':<22}" + "".join(f"{task:>16}" for task in kinds)]
     for name in run.providers():
         ratios = (run.speed_up(name, "generate", task) for task in kinds)
-        lines.append(f"{name:<22}" + "".join(f"{_shown('{:.2f}', ratio):>16}" for ratio in ratios))
+        lines.append(f"{name:<22}" + "".join(f"{shown('{:.2f}', ratio):>16}" for ratio in ratios))
     if any(row.first_token_s is not None for row in run.rows):
         lines += ["", f"{'prompt, and after it':<22}" + "".join(f"{column:>17}" for column in PHASE_COLUMNS)]
         lines += [f"{name:<22}" + "".join(f"{text:>17}" for text in phases(run, name)) for name in run.providers()]
@@ -122,17 +114,16 @@ def _gaps(run: Run) -> list[str]:
     ]
 
 
-def label(name: str) -> str:
-    """Return a provider's name for readers."""
-    return LABELS.get(name) or (f"ours, {name}" if name in OURS else name.replace("hf-", "HF "))
+def markdown(run: Run, *names: str) -> list[str]:
+    """Return the one table, the fastest provider last but for ours, which follow in the same order.
 
-
-def markdown(run: Run) -> list[str]:
-    """Return the one table, the fastest provider last but for ours, which follow in the same order."""
+    Args:
+        names: the providers to show, of those that there are; all when there are none.
+    """
     lines = ["| | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
-    for name in by_speed(run):
+    for name in (name for name in by_speed(run) if not names or name in names):
         cells = figures(run, name)
-        best = name == max(run.providers(), key=lambda n: run.speed_up(n, "generate"))
+        best = not names and name == fastest(run, run.providers())
         lines.append(f"| {label(name)} | " + " | ".join(f"**{c}**" if best else c for c in cells) + " |")
     return lines
 
@@ -143,13 +134,8 @@ def markdown_tasks(run: Run) -> list[str]:
     lines = ["| × HF `generate` | " + " | ".join(kinds) + " |", "|---|" + "---|" * len(kinds)]
     for name in by_speed(run):
         ratios = (run.speed_up(name, "generate", task) for task in kinds)
-        lines.append(f"| {label(name)} | " + " | ".join(_shown("{:.2f}", ratio) for ratio in ratios) + " |")
+        lines.append(f"| {label(name)} | " + " | ".join(shown("{:.2f}", ratio) for ratio in ratios) + " |")
     return lines
-
-
-def by_speed(run: Run) -> list[str]:
-    """Return the providers, others before ours, the slower before the faster."""
-    return sorted(run.providers(), key=lambda name: (name in OURS, geometric(r.tokens_per_s for r in run.of(name))))
 
 
 def markdown_phases(run: Run) -> list[str]:
@@ -166,14 +152,20 @@ def markdown_prompts(run: Run) -> list[str]:
     lines.append("|---|" + "---|" * len(prompts))
     for name in run.providers():
         found = {row.question_id: row.decode_tokens_per_s / plain[row.question_id] for row in run.of(name)}
-        cells = (_shown("{:.2f}", found.get(question, math.nan)) for question, _ in prompts)
+        cells = (shown("{:.2f}", found.get(question, math.nan)) for question, _ in prompts)
         lines.append(f"| {label(name)} | {' | '.join(cells)} |")
     return lines
 
 
-# What stands between ``<!-- NAME FILE -->`` and ``<!-- /NAME -->`` in the documentation, where FILE.jsonl is a result.
-BLOCKS: dict[str, Callable[[Path], list[str]]] = {
-    "e2e": lambda path: markdown(read_run(path)),
+# What stands between ``<!-- NAME FILE … -->`` and ``<!-- /NAME -->`` in the documentation. FILE.jsonl is a result, or
+# FILE ends in .json and lies in the repository; words behind it are given to the block, too.
+BLOCKS: dict[str, Callable[..., list[str]]] = {
+    "e2e": lambda path, *names: markdown(read_run(path), *names),
+    "e2e-about": sentences.about,
+    "e2e-first-tokens": sentences.first_tokens,
+    "e2e-memory": sentences.memory,
+    "e2e-texts": sentences.texts,
+    "e2e-calibration": calibrated.markdown,
     "e2e-tasks": lambda path: markdown_tasks(read_run(path)),
     "e2e-phases": lambda path: markdown_phases(read_run(path)),
     "e2e-prompts": lambda path: markdown_prompts(read_run(path)),
@@ -184,17 +176,17 @@ BLOCKS: dict[str, Callable[[Path], list[str]]] = {
     "attention-summary": attention_tables.summary,
     "e2e-scaling": scaling.markdown,
 }
-MARKER = re.compile(rf"<!-- ({'|'.join(BLOCKS)}) (\S+) -->\n.*?<!-- /\1 -->", re.DOTALL)
+MARKER = re.compile(rf"<!-- ({'|'.join(BLOCKS)}) (\S+)((?: \S+)*) -->\n.*?<!-- /\1 -->", re.DOTALL)
 
 
 def filled(text: str, results: Path = RESULTS) -> str:
-    """Return a page with its marked blocks rewritten from the result files that they name."""
+    """Return a page with its marked blocks rewritten from the files that they name."""
 
     def block(match: re.Match[str]) -> str:
-        name, file = match[1], match[2]
-        return "\n".join(
-            [f"<!-- {name} {file} -->", "", *BLOCKS[name](results / f"{file}.jsonl"), "", f"<!-- /{name} -->"]
-        )
+        name, file, words = match.groups()
+        path = ROOT / file if file.endswith(".json") else results / f"{file}.jsonl"
+        lines = BLOCKS[name](path, *words.split())
+        return "\n".join([f"<!-- {name} {file}{words} -->", "", *lines, "", f"<!-- /{name} -->"])
 
     return MARKER.sub(block, text)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from specdec_kernels.hf.load import PACKAGED_MODEL, load_model, load_tokenizer, packaged_model_file
 
@@ -58,6 +59,15 @@ def write_gguf(name: str, dtype: torch.dtype, folder: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def memory_sizes(folder: Path, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes of a folder's weights, and of the keys and values of a token."""
+    config = AutoConfig.from_pretrained(folder)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return {"weight_bytes": weights, "cache_bytes_per_token": values * dtype.itemsize}
 
 
 def _copy_field(writer: Any, field: Any) -> None:

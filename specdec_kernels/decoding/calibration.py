@@ -154,6 +154,11 @@ class Calibration:
         return cls(Setting(**entry["setting"]), CostTable(entry["steps"]), drafters, metadata)
 
 
+def calibrations(path: str | Path) -> list[Calibration]:
+    """Return what a file has, of every setting."""
+    return [Calibration._from_json(entry) for entry in _entries(Path(path))]
+
+
 def file_of(path: str | Path, device: str) -> Path:
     """Return the file of a device in a folder; a file is returned as it is."""
     path = Path(path)

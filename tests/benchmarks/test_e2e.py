@@ -175,7 +175,7 @@ def test_figures_of_a_provider() -> None:
     )
     run = Run(HEAD, rows)
     assert report.figures(run, "ngram") == [
-        *("20.0", "20.0–20.0", "2.00", "2.25", "100.0", "300"),
+        *("20.0", "20.0", "20.0–20.0", "2.00", "2.25", "100.0", "300"),
         *("0 of 1", "-"),
     ]
     assert "without vllm: needs --peer-python vllm=PYTHON" in report.table(run)
@@ -188,6 +188,9 @@ def test_ours_come_last_and_the_fastest_stands_out() -> None:
     lines = report.markdown(Run(HEAD, rows))[2:]
     assert [line.split(" | ")[0] for line in lines] == ["| HF `generate`", "| vllm", "| ours, `plain`", "| ours, ngram"]
     assert ["**" in line for line in lines] == [False, False, False, True]
+    some = report.markdown(Run(HEAD, rows), "plain", "kangaroo", "generate")[2:]
+    assert [line.split(" | ")[0] for line in some] == ["| HF `generate`", "| ours, `plain`"]
+    assert not any("**" in line for line in some)
 
 
 def test_result_files_are_read_as_written(tmp_path) -> None:
@@ -206,6 +209,10 @@ def test_filled_replaces_marked_blocks_only(tmp_path) -> None:
     lines = ["before", "<!-- e2e a/b -->", "", *report.markdown(run), "", "<!-- /e2e -->", "after", ""]
     assert page == "\n".join(lines)
     assert report.filled(page, tmp_path) == page
+    text = "<!-- e2e a/b plain ngram -->\nold\n<!-- /e2e -->\n"
+    assert report.filled(text, tmp_path).splitlines() == [
+        *("<!-- e2e a/b plain ngram -->", "", *report.markdown(run, "plain"), "", "<!-- /e2e -->")
+    ]
 
 
 def test_the_prompts_time_and_the_rate_after_it() -> None:

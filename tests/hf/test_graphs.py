@@ -166,8 +166,8 @@ class Prepared:
 
     def __init__(self, monkeypatch, model):
         monkeypatch.setattr("specdec_kernels.hf.graphs.RECORDED_DEVICES", ("cpu",))
-        graphs, self.recorder = graphs_of(warm_up=1)
-        self.model = prepare(model, graphs=graphs)
+        self.recorder = Recorder()
+        self.model = prepare(model, graphs=StepGraphs(capture=self.recorder, warm_up=1))
         self.model.generation_config.eos_token_id = None
 
     def text(self, drafter=None):
