@@ -1,10 +1,11 @@
 """Kinds of command-line arguments that several commands take; a bad one is a message, not a traceback."""
 
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
 from typing import Any
 
 import torch
 
+from .._native import load_errors
 from ..decoding.calibration import Setting
 
 
@@ -35,11 +36,29 @@ def add_setting_arguments(parser: Any) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--device", type=device, default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=positive_int, help="of the CPU kernels; default: torch's choice")
-    parser.add_argument("--prepare", action="store_true", help="of a prepared model (bfloat16, CPU)")
+    add_prepare_argument(parser, "measure a prepared model")
+
+
+def add_prepare_argument(parser: Any, what: str) -> None:
+    """Declare ``--prepare`` and ``--no-prepare``; `prepares` says what neither of them means."""
+    why = "(default: in bfloat16 on the CPU, when the native kernels are there)"
+    parser.add_argument("--prepare", action=BooleanOptionalAction, help=f"{what} {why}")
+
+
+def prepares(args: Namespace) -> bool:
+    """Say whether the model is to be prepared.
+
+    Raises:
+        ValueError: it is asked for where it changes nothing.
+    """
+    can_prepare = args.dtype == "bfloat16" and torch.device(args.device).type == "cpu"
+    if args.prepare and not can_prepare:
+        raise ValueError(f"--prepare needs --dtype bfloat16 and --device cpu, got {args.dtype} and {args.device}")
+    return can_prepare and load_errors["_C"] is None if args.prepare is None else args.prepare
 
 
 def setting_of(args: Namespace) -> Setting:
     """Return the setting that the arguments name, after setting the number of threads."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    return Setting.here(torch.device(args.device), getattr(torch, args.dtype), prepared=args.prepare)
+    return Setting.here(torch.device(args.device), getattr(torch, args.dtype), prepared=prepares(args))

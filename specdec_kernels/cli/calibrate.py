@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 examples:
-  specdec-kernels calibrate --prepare --batch-sizes 1 2 4 8 16 --contexts 256 1024
-  specdec-kernels tree optimize --heads HEADS --calibration HEADS --prepare
-  specdec-kernels calibrate --prepare --drafter medusa medusa+ngram --keep-steps --prompts FILE
+  specdec-kernels calibrate --batch-sizes 1 2 4 8 16 --contexts 256 1024
+  specdec-kernels tree optimize --heads HEADS --calibration HEADS
+  specdec-kernels calibrate --drafter medusa medusa+ngram --keep-steps --prompts FILE
 
 The times go to calibration.<device>.json in the folder of the heads, beside those of other threads, dtypes, machines.
 """
@@ -59,11 +59,14 @@ def run(args: Namespace) -> int:
     for name in args.drafter:
         _drafters.check(name, args)
     out = args.out or _drafters.folder_of("heads", args)
-    setting = setting_of(args)
+    try:
+        setting = setting_of(args)
+    except ValueError as error:
+        raise SystemExit(f"specdec-kernels calibrate: {error}") from error
     known = Calibration.load(out, setting) if args.keep_steps else None
     model = load_model(args.model, dtype=getattr(torch, args.dtype), device=str(args.device))
     drafters = {name: _drafters.make(name, args, model) for name in args.drafter}
-    model = prepare(model) if args.prepare else model
+    model = prepare(model) if setting.prepared else model
     if known is None:
         steps = measure_steps(
             model,

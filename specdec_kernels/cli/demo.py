@@ -1,16 +1,14 @@
 """``specdec-kernels demo``: decode a few prompts plainly and speculatively on this machine, and compare."""
 
-import argparse
 import copy
 import time
 from dataclasses import dataclass
 
 import torch
 
-from .._native import load_errors
 from ..hf.load import PACKAGED_MODEL
 from . import _drafters
-from ._arguments import device, positive_int
+from ._arguments import add_prepare_argument, device, positive_int, prepares
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue during the day and red in the evening.",
@@ -49,11 +47,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling, when the temperature is above 0")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--device", type=device, default="cpu", help="cpu or cuda")
-    parser.add_argument(
-        "--prepare",
-        action=argparse.BooleanOptionalAction,
-        help="speculate on a prepared copy (default: in bfloat16 on the CPU, when the native kernels are there)",
-    )
+    add_prepare_argument(parser, "speculate on a prepared copy")
 
 
 def run(args) -> int:
@@ -64,22 +58,22 @@ def run(args) -> int:
 
     logging.disable_progress_bar()
     _drafters.check(args.drafter, args)
-    can_prepare = args.dtype == "bfloat16" and args.device.type == "cpu"
-    if args.prepare and not can_prepare:
-        raise SystemExit("--prepare needs --dtype bfloat16 and --device cpu")
-    prepares = can_prepare and load_errors["_C"] is None if args.prepare is None else args.prepare
+    try:
+        prepared = prepares(args)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     print(f"loading {args.model} ({args.dtype}) ...", flush=True)
     model = load_model(args.model, dtype=getattr(torch, args.dtype), device=args.device)
     tokenizer = load_tokenizer(args.model)
     drafter = _drafters.make(args.drafter, args, model)
-    models = model, _prepared_copy(model) if prepares else model
+    models = model, _prepared_copy(model) if prepared else model
     _decode_both(models, drafter, _encode(tokenizer, "Hello"), args, None, max_new_tokens=8)
     comparisons, stats = [], None
     for prompt in args.prompt or PROMPTS:
         print(f"\n> {prompt}\n", flush=True)
         comparison, stats = _decode_both(models, drafter, _encode(tokenizer, prompt), args, tokenizer, stats=stats)
         comparisons.append(comparison)
-    _print_table(comparisons, stats, drafter, sampled=args.temperature > 0, prepared=prepares)
+    _print_table(comparisons, stats, drafter, sampled=args.temperature > 0, prepared=prepared)
     return 0
 
 

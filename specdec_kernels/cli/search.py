@@ -3,7 +3,7 @@
 import sys
 from argparse import ArgumentParser, Namespace
 
-from ._arguments import positive_int
+from ._arguments import add_prepare_argument, positive_int, prepares
 from ._data import RawHelp, add_data_arguments, generation_options, places_and_data
 
 EPILOG = """\
@@ -27,6 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument("--contexts", type=positive_int, default=64, help="places in the texts to draft from")
     group.add_argument("--max-context", type=positive_int, default=256, help="longest of them, in tokens")
     group.add_argument("--max-drafts", type=positive_int, default=8, help="drafts from each")
+    add_prepare_argument(group, "draft with a prepared model, and count its costs")
 
 
 def run(args: Namespace) -> int:
@@ -35,7 +36,9 @@ def run(args: Namespace) -> int:
 
     options = SearchOptions(args.contexts, args.max_context, args.max_drafts, args.seed)
     try:
-        search_skip_sets(*places_and_data(args), options, num_trials=args.trials, **generation_options(args))
+        search_skip_sets(
+            *places_and_data(args), options, num_trials=args.trials, prepared=prepares(args), **generation_options(args)
+        )
     except (NotImplementedError, OSError, ValueError) as error:
         print(f"specdec-kernels search {args.kind}: {error}", file=sys.stderr)
         return 2

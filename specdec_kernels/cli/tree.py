@@ -153,8 +153,9 @@ def _calibrated(args: Namespace) -> Path:
 
     if args.heads is None:
         raise ValueError("--model needs --heads, the folder to keep the times in")
+    setting = setting_of(args)
     try:
-        known = Calibration.load(args.heads, setting_of(args))
+        known = Calibration.load(args.heads, setting)
     except (OSError, ValueError):
         known = None
     if known is None or args.drafter not in known.drafters:
@@ -162,7 +163,7 @@ def _calibrated(args: Namespace) -> Path:
                    "dtype": args.dtype, "device": args.device, "batch-sizes": args.batch_size,
                    "contexts": args.context, "threads": args.threads}  # fmt: skip
         words = [w for name, value in options.items() if value is not None for w in (f"--{name}", str(value))]
-        words += ["--prepare"] if args.prepare else []
+        words += ["--prepare" if setting.prepared else "--no-prepare"]
         words += [] if known is None else ["--keep-steps"]
         parser = ArgumentParser()
         calibrate.add_arguments(parser)

@@ -1,7 +1,7 @@
 """What the blocks of a model cost on this machine, and what a draft that leaves some out is expected to gain."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -22,8 +22,8 @@ class BlockCosts:
     """Microseconds of one decoding sequence.
 
     Attributes:
-        attention_us, mlp_us: of each layer's blocks, for one node.
-        rest_us: what a forward of one node takes besides: embedding, norms, projection, Python.
+        attention_us, mlp_us: of each layer's blocks, for one node, their norms included.
+        rest_us: what a forward of one node takes besides: embedding, last norm, projection, Python.
         verify_us: ``verify_us[d]``, a whole forward of a chain of ``d`` drafts and their root.
     """
 
@@ -97,32 +97,44 @@ def best_expectation(outcome: Outcome, costs: BlockCosts, draft_us: float) -> Ex
 def measure_costs(model, *, context_len: int, max_drafts: int, repeats: int = 25) -> BlockCosts:
     """Time a sequence of ``context_len`` tokens: every block for one node, and chains of every length.
 
-    Medians, all lengths in turn in each round, so that a slow moment falls on all of them.
+    A layer is timed whole and without either block, as it runs while drafting. A block takes the mean of what it takes
+    alone and of what it adds to the other one, so the two add up to the layer. Medians, everything in turn in each
+    round, so that a slow moment falls on all of it.
     """
     target = HFTarget(model, 1, context_len + max_drafts + 1)
     device = model.device
     target.prefill(torch.ones(1, context_len, dtype=torch.int64, device=device), torch.tensor([context_len]).int())
     layout = ChainLayout(max_drafts + 1, device)
 
-    def forward(num_nodes: int) -> float:
-        ids = torch.ones(1, num_nodes, dtype=torch.int64, device=device)
-        return timed_us(lambda: target.forward(ids, layout.mask(num_nodes), layout.depths(num_nodes)), device)
+    def forward(num_nodes: int, plan: LayerPlan | None = None) -> float:
+        nodes = torch.ones(1, num_nodes, dtype=torch.int64, device=device), layout.mask(num_nodes)
+        depths = layout.depths(num_nodes)
+        if plan is None:
+            return timed_us(lambda: target.forward(*nodes, depths), device)
+        return timed_us(lambda: target.run_layers(*nodes, depths, plan), device)
 
-    chains: list[list[float]] = [[] for _ in range(max_drafts + 1)]
-    blocks = _BlockTimer(model)
+    every = frozenset(range(len(model.base_model.layers)))
+    plans = LayerPlan(), LayerPlan(skipped_mlp=every), LayerPlan(skipped_attention=every)
+    nothing = LayerPlan(skipped_attention=every, skipped_mlp=every)
+    chains, layers = list[list[float]](), list[list[list[float]]]()
     for round_index in tqdm(range(repeats + 2), desc="measuring costs", unit="round"):
-        times = [forward(num_drafts + 1) for num_drafts in range(max_drafts + 1)]
-        with blocks:
-            forward(1)
-        if round_index < 2:  # warms up
-            blocks.times = [[] for _ in blocks.times]
-            continue
-        for row, value in zip(chains, times, strict=True):
-            row.append(value)
-    verify_us = tuple(median(row) for row in chains)
-    block_us = [median(row) for row in blocks.times]
-    attention_us, mlp_us = tuple(block_us[::2]), tuple(block_us[1::2])
-    return BlockCosts(attention_us, mlp_us, max(0.0, verify_us[0] - sum(block_us)), verify_us)
+        times = [forward(num_drafts + 1) for num_drafts in range(max_drafts + 1)] + [forward(1, nothing)]
+        with _LayerTimer(model) as timer:
+            for plan in plans:
+                forward(1, plan)
+        if round_index >= 2:  # the first ones warm up
+            chains.append(times)
+            layers.append(timer.times)
+    *verify_us, rest_us = _medians(chains)
+    per_layer = [_medians(rows) for rows in zip(*layers, strict=True)]
+    attention_us = tuple(max(0.0, (whole + alone - other) / 2) for whole, alone, other in per_layer)
+    mlp_us = tuple(max(0.0, (whole + other - alone) / 2) for whole, alone, other in per_layer)
+    return BlockCosts(attention_us, mlp_us, rest_us, tuple(verify_us))
+
+
+def _medians(rounds: Iterable[Sequence[float]]) -> list[float]:
+    """Return the median of each column."""
+    return [median(column) for column in zip(*rounds, strict=True)]
 
 
 def timed_us(function: Callable[[], object], device: torch.device) -> float:
@@ -139,20 +151,20 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class _BlockTimer:
-    """Note how long every attention block and MLP takes in the forwards inside the ``with`` block."""
+class _LayerTimer:
+    """Note how long every layer takes in each forward inside the ``with`` block; with hooks layers run one by one."""
 
     def __init__(self, model):
         self.device = model.device
-        self.blocks = [block for layer in model.base_model.layers for block in (layer.self_attn, layer.mlp)]
-        self.times: list[list[float]] = [[] for _ in self.blocks]
+        self.layers = [*model.base_model.layers]
+        self.times: list[list[float]] = [[] for _ in self.layers]
 
-    def __enter__(self) -> "_BlockTimer":
+    def __enter__(self) -> "_LayerTimer":
         self.handles = []
-        for block, times in zip(self.blocks, self.times, strict=True):
+        for layer, times in zip(self.layers, self.times, strict=True):
             self.handles += [
-                block.register_forward_pre_hook(lambda *_: self._start()),
-                block.register_forward_hook(lambda *_, times=times: self._stop(times)),
+                layer.register_forward_pre_hook(lambda *_: self._start()),
+                layer.register_forward_hook(lambda *_, times=times: self._stop(times)),
             ]
         return self
 

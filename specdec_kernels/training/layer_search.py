@@ -18,6 +18,7 @@ from ..decoding.drafters.layer_skip import LayerSkipDrafter
 from ..decoding.exits import ExitRule
 from ..decoding.protocols import LayerPlan
 from ..hf.load import load_model
+from ..hf.prepare import is_prepared, prepare
 from .data import GenerationOptions, generate_conversations
 from .layer_costs import BlockCosts, Expectation, best_expectation, expectation, measure_costs
 from .layer_probe import DraftProbe, SearchOptions, choose_contexts
@@ -151,7 +152,8 @@ def _plan(blocks: Sequence[tuple[str, int]]) -> LayerPlan:
 
 def search_skip_sets(
     out: str | Path, work: str | Path, generation: GenerationOptions, options: SearchOptions, *, num_trials: int,
-    num_tokens: int, num_slots: int = 32, num_workers: int = 1, device: str = "cpu", command: str = "",
+    num_tokens: int, prepared: bool = False, num_slots: int = 32, num_workers: int = 1, device: str = "cpu",
+    command: str = "",
 ) -> LayerSkipDrafter:  # fmt: skip
     """Make the data, measure the costs, search, check on held-out contexts, and save.
 
@@ -162,6 +164,7 @@ def search_skip_sets(
         options: of the search.
         num_trials: skip sets to try, those of earlier runs included.
         num_tokens: answer tokens to take contexts from.
+        prepared: search for a model after `hf.prepare`, whose blocks cost less.
         num_slots, num_workers: of the generation, see `generate_conversations`.
         device: of everything.
         command: written to the result.
@@ -171,6 +174,7 @@ def search_skip_sets(
 
     Raises:
         ValueError: the work folder holds a search with other options, or too few texts.
+        NotImplementedError, RuntimeError: the model cannot be prepared.
     """
     importlib.import_module("optuna")  # Missing, it is better missed now than after minutes.
     work = Path(work)
@@ -178,6 +182,7 @@ def search_skip_sets(
         work, generation, num_tokens=num_tokens, num_slots=num_slots, num_workers=num_workers, device=device
     )
     model = load_model(generation.model, getattr(torch, generation.dtype), device)
+    model = prepare(model) if prepared else model
     costs = stored_costs(work / "costs.json", model, options)
     probe = DraftProbe(model, choose_contexts(conversations, options, held_out=False), options.max_drafts)
     plan, expected, tried = search_layers(probe, costs, work / "trials.jsonl", options, num_trials)
@@ -188,7 +193,8 @@ def search_skip_sets(
     held_out = DraftProbe(model, choose_contexts(conversations, options, held_out=True), options.max_drafts)
     report = _report(probe, held_out, costs, plan)
     drafter.metadata = {
-        "base_model_name_or_path": base_model_name(generation.model), "searched": expected._asdict(), **report,
+        "base_model_name_or_path": base_model_name(generation.model), "prepared": prepared,
+        "searched": expected._asdict(), **report,
         "num_trials": tried, "command": command,
     }  # fmt: skip
     drafter.save_pretrained(out)
@@ -202,13 +208,14 @@ def stored_costs(path: Path, model, options: SearchOptions) -> BlockCosts:
     Raises:
         ValueError: the file belongs to a search with other options.
     """
+    chosen = {**asdict(options), "prepared": is_prepared(model)}
     if path.exists():
         found = json.loads(path.read_text())
-        if found["options"] != asdict(options):
+        if found["options"] != chosen:
             raise ValueError(f"{path.parent} holds a search with other options; use another --work folder")
         return BlockCosts(**{name: _tupled(value) for name, value in found["costs"].items()})
     costs = measure_costs(model, context_len=options.max_context, max_drafts=options.max_drafts)
-    path.write_text(json.dumps({"options": asdict(options), "costs": asdict(costs)}, indent=1) + "\n")
+    path.write_text(json.dumps({"options": chosen, "costs": asdict(costs)}, indent=1) + "\n")
     return costs
 
 

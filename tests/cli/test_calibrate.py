@@ -8,6 +8,7 @@ import torch
 
 from specdec_kernels import DraftTree
 from specdec_kernels.cli.__main__ import main
+from specdec_kernels.cli._arguments import load_errors
 from specdec_kernels.decoding.budget import CostTable
 from specdec_kernels.decoding.calibration import Calibration, Setting, file_of
 from specdec_kernels.modules import MedusaHeads
@@ -55,6 +56,28 @@ def test_drafters_alone_need_steps(folders, tmp_path, capsys):
     command = ["calibrate", "--model", model, "--heads", str(heads), "--out", str(tmp_path), "--keep-steps"]
     assert main(command) == 2
     assert "run `specdec-kernels calibrate`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asks", [[], ["--no-prepare"]])
+def test_a_tree_is_chosen_for_the_model_as_it_will_run(folders, tmp_path, capsys, asks):
+    """In bf16 on the CPU that is a prepared one, unless it is said otherwise."""
+    model, heads = folders
+    shutil.copytree(heads, tmp_path / "heads", ignore=shutil.ignore_patterns("calibration*"))
+    heads = tmp_path / "heads"
+    save_accuracies(heads / "accuracy.json", [[0.6, 0.2], [0.5, 0.1]])
+    command = ["tree", "optimize", "--heads", str(heads), "--model", model, "--context", "16", "--nodes", "3"]
+    assert main([*command, *asks]) == 0
+    prepared = not asks and load_errors["_C"] is None
+    assert (", prepared, " in capsys.readouterr().out) == prepared
+    setting = Setting.here(torch.device("cpu"), torch.bfloat16, prepared=prepared)
+    assert set(Calibration.load(heads, setting).drafters) == {"medusa"}
+    with pytest.raises(ValueError, match="has nothing for Setting"):
+        Calibration.load(heads, Setting.here(torch.device("cpu"), torch.bfloat16, prepared=not prepared))
+
+
+def test_prepare_in_vain_is_one_line(folders):
+    with pytest.raises(SystemExit, match="--prepare needs --dtype bfloat16"):
+        main(["calibrate", "--model", folders[0], "--heads", str(folders[1]), "--dtype", "float32", "--prepare"])
 
 
 def test_a_tree_is_chosen_with_the_drafters_own_time(folders, tmp_path, capsys):

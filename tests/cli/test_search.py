@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from specdec_kernels.cli.__main__ import main
+from specdec_kernels.cli._arguments import load_errors
 from specdec_kernels.decoding.drafters import LayerSkipDrafter
 
 from ..training.tiny import save_tiny_model
@@ -13,13 +14,18 @@ def test_one_command_finds_skip_sets(tmp_path, capsys):
     pytest.importorskip("optuna")
     model, out = save_tiny_model(tmp_path / "model"), tmp_path / "skips"
     sizes = "--tokens 400 --user-len 4 --answer-len 12 --slots 8 --trials 9 --contexts 8 --max-drafts 3"
-    command = ["search", "layers", "--model", model, "--out", str(out), "--dtype", "float32", *sizes.split()]
+    command = ["search", "layers", "--model", model, "--out", str(out), *sizes.split()]
     assert main(command) == 0
     assert "LayerSkipDrafter.from_pretrained" in capsys.readouterr().out
     assert LayerSkipDrafter.from_pretrained(out).max_drafts <= 3
-    assert json.loads((out / "layer_skip.json").read_text())["command"].startswith("specdec-kernels search layers")
+    entry = json.loads((out / "layer_skip.json").read_text())
+    assert entry["command"].startswith("specdec-kernels search layers")
+    assert entry["prepared"] == (load_errors["_C"] is None), "in bf16 on the CPU, by itself"
     assert main([*command, "--contexts", "9"]) == 2
     assert "a search with other options" in capsys.readouterr().err.splitlines()[-1]
+    if entry["prepared"]:
+        assert main([*command, "--no-prepare"]) == 2
+        assert "a search with other options" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_without_optuna_nothing_is_begun(tmp_path, capsys, monkeypatch):

@@ -7,13 +7,16 @@ import torch
 from specdec_kernels.decoding import ExitRule, GreedyAcceptance, LayerPlan, decode
 from specdec_kernels.decoding.drafters import LayerSkipDrafter
 from specdec_kernels.hf import HFTarget
-from specdec_kernels.training import layer_probe
+from specdec_kernels.hf.fused_stack import FusedStack
+from specdec_kernels.hf.prepare import prepare
+from specdec_kernels.training import layer_costs, layer_probe
 from specdec_kernels.training.data import GenerationOptions
 from specdec_kernels.training.generate import Conversation, Limits
 from specdec_kernels.training.layer_costs import BlockCosts, Outcome, best_expectation, expectation, measure_costs
 from specdec_kernels.training.layer_probe import DraftProbe, SearchOptions, choose_contexts
 from specdec_kernels.training.layer_search import search_layers, search_skip_sets, uniform_plan
 from tests.hf.tiny import VOCAB, tiny_model
+from tests.marks import needs_native
 
 OPTIONS = SearchOptions(num_contexts=12, max_context=40, max_drafts=4)
 COSTS = BlockCosts((10.0,) * 4, (20.0,) * 4, 5.0, (125.0, 130.0, 135.0, 140.0, 145.0))
@@ -84,8 +87,44 @@ def test_costs_are_measured_for_every_block(model):
     assert len(costs.verify_us) == 4
     assert all(us > 0 for us in (*costs.attention_us, *costs.mlp_us, *costs.verify_us))
     assert costs.draft_us(LayerPlan()) <= costs.verify_us[0] * 1.5
-    blocks = [block for layer in model.model.layers for block in (layer.self_attn, layer.mlp)]
-    assert not any(block._forward_hooks or block._forward_pre_hooks for block in blocks)
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.model.layers)
+
+
+def test_a_blocks_cost_is_between_what_it_takes_alone_and_what_it_adds(model, monkeypatch):
+    """By a clock that only blocks move: 7 µs attention, 20 µs MLP, 5 µs for each layer that runs at all."""
+    now = [0]
+    monkeypatch.setattr(layer_costs.time, "perf_counter_ns", lambda: now[0])
+
+    def taking(block, microseconds):
+        def hook(*_):
+            now[0] += microseconds * 1000
+
+        return block.register_forward_hook(hook)
+
+    layers = model.model.layers
+    parts = [(part, us) for x in layers for part, us in ((x.self_attn, 7), (x.mlp, 20), (x.input_layernorm, 5))]
+    handles = [taking(*part) for part in [*parts, (model.model.norm, 100)]]
+    costs = measure_costs(model, context_len=8, max_drafts=1, repeats=1)
+    for handle in handles:
+        handle.remove()
+    assert costs.attention_us == (9.5,) * 4
+    assert costs.mlp_us == (22.5,) * 4
+    assert costs.rest_us == 100
+    assert costs.verify_us == (100 + 4 * 32,) * 2
+    assert costs.draft_us(LayerPlan()) == costs.verify_us[0]
+
+
+@needs_native
+def test_costs_of_a_prepared_model_are_those_of_its_own_kernels(monkeypatch):
+    """Its blocks are no modules that hooks could see; and whole forwards stay one call."""
+    model = prepare(tiny_model(num_hidden_layers=3).bfloat16())
+    calls = []
+    whole = FusedStack._run
+    monkeypatch.setattr(FusedStack, "_run", lambda self, *given: calls.append(1) or whole(self, *given))
+    costs = measure_costs(model, context_len=8, max_drafts=2, repeats=2)
+    assert len(calls) == 1 + 4 * 3, "the prefill, then each length in two rounds and two that warm up"
+    assert len(costs.attention_us) == len(costs.mlp_us) == 3
+    assert all(us > 0 for us in (*costs.attention_us, *costs.mlp_us, costs.rest_us, *costs.verify_us))
 
 
 def test_uniform_plans_skip_as_many_blocks():
