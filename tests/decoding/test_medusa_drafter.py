@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec_kernels.decoding import DynamicTree, GreedyAcceptance, TargetOutput, decode
-from specdec_kernels.decoding.drafters import MedusaDrafter
+from specdec_kernels.decoding.drafters import MedusaDrafter, MergedDrafter
 from specdec_kernels.decoding.dynamic_tree import grow_best_first
 from specdec_kernels.modules import MedusaHeads
 from specdec_kernels.tree import DraftTree, depths_from_mask, mask_from_parents
@@ -70,6 +70,33 @@ def test_root_conditioned_heads_see_the_pending_tokens():
     for node, (depth, rank) in enumerate(zip(TREE.depths, TREE.ranks, strict=True)):
         if node:
             assert torch.equal(draft.ids[:, node], order[:, depth - 1, rank])
+
+
+@pytest.mark.parametrize("root_conditioned", [False, True])
+@pytest.mark.parametrize("tree", [TREE, DynamicTree(12, 5)], ids=["fixed", "dynamic"])
+def test_drafting_merging_and_observing_wait_for_nothing(tree, root_conditioned):
+    """On the meta device there is nothing to wait for: whoever asked for a value would raise."""
+
+    def shapes(device):
+        heads = random_heads(root_conditioned=root_conditioned).to(device)
+        weight, embedding = torch.randn(VOCAB, HIDDEN, device=device), torch.randn(40, HIDDEN, device=device)
+        options = {"embedding_weight": embedding} if root_conditioned else {}
+        first, other = (MedusaDrafter(heads, shape, weight, **options) for shape in (tree, DraftTree.chain(3)))
+        drafter = MergedDrafter(first, other)
+        hidden = torch.randn(3, 1, HIDDEN, device=device)
+        ids, lengths = torch.zeros(3, 1, dtype=torch.int64, device=device), torch.ones(3, device=device).int()
+        drafter.begin(ids, lengths, output_of(hidden))
+        drafts = [first.propose(ids[:, 0]), drafter.propose(ids[:, 0])]
+        path = torch.zeros(3, 3, dtype=torch.int32, device=device)
+        output = output_of(torch.randn(3, drafts[1].ids.shape[1], HIDDEN, device=device))
+        drafter.observe(drafts[1], output, Verification(ids.expand(3, 4), lengths, path), lengths > 0)
+        drafts.append(drafter.propose(ids[:, 0]))
+        return [[getattr(value, "shape", value) for value in draft] for draft in drafts]
+
+    alone, merged, again = shapes("meta")
+    assert alone == shapes("cpu")[0]
+    # Nobody has looked how many nodes the two have in common.
+    assert merged[0] == again[0] == (3, alone[0][1] + 3)
 
 
 def test_a_dynamic_tree_has_the_likeliest_nodes_of_each_row():
