@@ -178,9 +178,9 @@ class StepGraphs:
             user: is referred to weakly.
             weights: what recordings depend on; where it is not equal to that of the last user, they are forgotten.
         """
-        if False:
+        if self._user() is not None:
             return False
-        if False:
+        if weights != self._weights:
             self.clear()
         self._user, self._weights = weakref.ref(user), weights
         return True
