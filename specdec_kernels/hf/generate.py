@@ -24,6 +24,7 @@ from ..decoding.loop import decode
 from ..decoding.protocols import Drafter
 from ..decoding.randomness import row_seeds
 from ..decoding.stats import DecodeStats
+from ._budgets import budget_of
 from ._logits import NodeLogits
 from ._options import check_options, right_padded
 from ._transcript import Transcript
@@ -43,7 +44,7 @@ def speculative_generate(
     seed: int | Sequence[int | None] | Tensor | None = None,
     token_streamer: Any = None,
     stats: DecodeStats | None = None,
-    budget: Budget | None = None,
+    budget: Budget | str | None = None,
     graphs: StepGraphs | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
@@ -65,6 +66,8 @@ def speculative_generate(
             a ``custom_generate``, so it has another name here; `generate` of this module takes it as ``streamer``.
         stats: is filled in place.
         budget: limits the drafts by the rows that go on, for example ``Calibration.load(folder).budget("medusa")``.
+            ``"auto"`` loads the calibration of this machine, dtype and number of threads that lies beside the drafter's
+            heads; where there is none a warning says so, and drafts are whole, as with None.
         graphs: records the steps of this model and replays them in later steps and calls, on a GPU; a prepared model
             there has its own.
 
@@ -73,8 +76,8 @@ def speculative_generate(
 
     Raises:
         NotImplementedError: an option or a model that is not supported; the message names it.
-        ValueError: an attention mask that is not left-padded, an unknown ``acceptance``, seeds of another number than
-            rows.
+        ValueError: an attention mask that is not left-padded, an unknown ``acceptance`` or ``budget``, seeds of
+            another number than rows.
         RuntimeError: the logits of a row are NaN, or the model is in training mode.
 
     Example:
@@ -116,7 +119,7 @@ def speculative_generate(
         process_logits=NodeLogits(logits_processor, input_ids, pad_id) if logits_processor else None,
         stop=transcript,
         stats=stats,
-        budget=budget,
+        budget=budget_of(budget, model, drafter),
     )
     for step in steps:
         if any(step.failed):

@@ -1,10 +1,21 @@
 """Batches that shrink while they decode: under a budget, with ended rows left out, texts and bits stay as they are."""
 
+import warnings
+
 import pytest
 import torch
 
 from specdec_kernels.decoding import DecodeStats, GreedyAcceptance, decode
-from specdec_kernels.decoding.drafters import DraftModelDrafter, LayerSkipDrafter, PlainDrafter
+from specdec_kernels.decoding.budget import CostTable
+from specdec_kernels.decoding.calibration import Calibration, DrafterProfile, Setting
+from specdec_kernels.decoding.drafters import (
+    DraftModelDrafter,
+    LayerSkipDrafter,
+    MedusaDrafter,
+    MergedDrafter,
+    NGramDrafter,
+    PlainDrafter,
+)
 from specdec_kernels.hf import HFTarget
 from specdec_kernels.hf.generate import generate
 from specdec_kernels.hf.prepare import prepare
@@ -156,3 +167,55 @@ def test_a_draft_model_catches_up_after_plain_steps(model):
     assert stats.accepted_histogram == [3, 0, 0, 3]
     # In each of the three steps with drafts one to catch up and two to draft; in the others none.
     assert [len(recorded) for recorded in calls] == [9]
+
+
+def folder_with(model, path, *, drafters=("medusa", "medusa+ngram"), prepared=False):
+    """Write heads and what they were measured to cost: two nodes are the fastest, a step of more takes an hour."""
+    medusa(model).save_pretrained(path)
+    steps = CostTable([[1, 16, 1, 1000.0], [1, 16, 2, 1000.0], [1, 16, 3, 3.6e9]])
+    profile = DrafterProfile([1.0, 1.0, 1.0], [0, 0, 0, 1], CostTable([[1, 16, 1, 1.0]]), 1)
+    setting = Setting.here(model.device, model.dtype, prepared=prepared)
+    Calibration(setting, steps, dict.fromkeys(drafters, profile)).save(path)
+    return path
+
+
+@pytest.mark.parametrize("merges", [False, True], ids=["medusa", "medusa+ngram"])
+def test_auto_is_the_calibration_beside_the_heads(model, merges, tmp_path):
+    drafter = MedusaDrafter.from_pretrained(folder_with(model, tmp_path), model)
+    whole = drafter.max_nodes
+    drafter = MergedDrafter(drafter, NGramDrafter()) if merges else drafter
+    sizes = []
+    stats = DecodeStats()
+    options = {"max_new_tokens": NEW, "do_sample": False, "stats": stats}
+    original = drafter.propose
+    drafter.propose = lambda pending: sizes.append((draft := original(pending)).ids.shape[1]) or draft
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = generate(model, **BATCHES["B1"], drafter=drafter, budget="auto", **options)
+    assert torch.equal(ours, model.generate(**BATCHES["B1"], max_new_tokens=NEW, do_sample=False))
+    assert whole > 2
+    assert max(sizes) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"drafters": ()}, "no drafter 'medusa' was measured"),
+        ({"prepared": True}, "has nothing for .*prepared=False"),
+        (None, "there is no .*calibrat"),
+    ],
+)
+def test_auto_leaves_drafts_whole_where_nothing_was_measured(model, options, reason, tmp_path):
+    medusa(model).save_pretrained(tmp_path)
+    if options is not None:
+        folder_with(model, tmp_path, **options)
+    drafter = MedusaDrafter.from_pretrained(tmp_path, model)
+    with pytest.warns(UserWarning, match=f"leaves drafts whole: .*{reason}"):
+        generate(model, **BATCHES["B1"], drafter=drafter, budget="auto", max_new_tokens=3, do_sample=False)
+
+
+def test_auto_needs_heads_from_a_folder(model):
+    with pytest.warns(UserWarning, match="no heads of ngram were loaded"):
+        generate(model, **BATCHES["B1"], drafter=NGramDrafter(), budget="auto", max_new_tokens=3, do_sample=False)
+    with pytest.raises(ValueError, match="budget must be 'auto'"):
+        generate(model, **BATCHES["B1"], drafter=NGramDrafter(), budget="best", max_new_tokens=3, do_sample=False)

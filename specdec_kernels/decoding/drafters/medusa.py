@@ -62,6 +62,8 @@ class MedusaDrafter:
         self._shared_weight = None if lm_head_weight is None else heads.select_rows(lm_head_weight.detach())
         self.heads, self.tree = heads, tree
         self.tree_metadata: dict[str, Any] = {}
+        # Where calibrations lie, too.
+        self.folder: Path | None = None
         num_rows = heads.num_rows if self._shared_weight is None else len(self._shared_weight)
         self._layout = _Layout(tree, heads.num_heads, num_rows, heads.w_res.device)
         self._hidden: Tensor | None = None
@@ -137,7 +139,7 @@ class MedusaDrafter:
             tree = DraftTree.from_choices([choice for choice in choices if len(choice) <= heads.num_heads])
         embedding = model.get_input_embeddings().weight if heads.root_conditioned else None
         drafter = cls(heads, tree, weight if heads.w_out is None else None, embedding)
-        drafter.tree_metadata = metadata
+        drafter.tree_metadata, drafter.folder = metadata, folder
         return drafter
 
     def save_pretrained(self, folder: str | Path) -> None:
