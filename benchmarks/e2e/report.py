@@ -138,6 +138,24 @@ def markdown_tasks(run: Run) -> list[str]:
     return lines
 
 
+def markdown_drafters(run: Run, *names: str) -> list[str]:
+    """Return what some providers bring on the same prompts, in this order, and the speed-up over HF by kind of task.
+
+    Those that were not asked are left out; ``-`` stands for a kind of task that one was not asked.
+    """
+    kinds = tasks(run)
+    columns = ("tokens/step", "tokens/s", "× HF", *(f"× HF, {kind}" for kind in kinds))
+    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for name in (name for name in names if name in run.providers()):
+        rows = run.of(name)
+        steps = [row.tokens_per_step for row in rows if row.tokens_per_step is not None]
+        cells = [shown("{:.2f}", statistics.mean(steps) if steps else math.nan)]
+        cells.append(shown("{:.1f}", geometric(row.tokens_per_s for row in rows)))
+        cells += [shown("{:.2f}", run.speed_up(name, "generate", kind)) for kind in (None, *kinds)]
+        lines.append(f"| {label(name)} | {' | '.join(cells)} |")
+    return lines
+
+
 def markdown_phases(run: Run) -> list[str]:
     """Return what the prompt takes and the rate after it."""
     lines = ["| | " + " | ".join(PHASE_COLUMNS) + " |", "|---|" + "---|" * len(PHASE_COLUMNS)]
@@ -167,6 +185,7 @@ BLOCKS: dict[str, Callable[..., list[str]]] = {
     "e2e-texts": sentences.texts,
     "e2e-calibration": calibrated.markdown,
     "e2e-tasks": lambda path: markdown_tasks(read_run(path)),
+    "e2e-drafters": lambda path, *names: markdown_drafters(read_run(path), *names),
     "e2e-phases": lambda path: markdown_phases(read_run(path)),
     "e2e-prompts": lambda path: markdown_prompts(read_run(path)),
     "e2e-steps": steps.markdown,

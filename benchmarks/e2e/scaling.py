@@ -12,6 +12,7 @@ model's value at a point is the tokens per step of that run over the calibrated 
 """
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
@@ -22,13 +23,15 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.e2e import sentences
+from benchmarks.e2e.rows import Run
 from benchmarks.harness import RESULTS
 from benchmarks.machine import describe_machine
 from specdec_kernels._chart import Panel, line_chart
 from specdec_kernels.cli import _drafters
 from specdec_kernels.decoding import DecodeStats, GreedyAcceptance, decode
 from specdec_kernels.decoding.budget import Budget, FixedBudget
-from specdec_kernels.decoding.calibration import Calibration, Setting
+from specdec_kernels.decoding.calibration import Calibration, Setting, file_of
 from specdec_kernels.decoding.drafters import PlainDrafter
 from specdec_kernels.hf.load import PACKAGED_MODEL, load_model, load_tokenizer
 from specdec_kernels.hf.prepare import prepare
@@ -152,13 +155,15 @@ def result_file(drafter: str, *, prepared: bool, dtype: str) -> Path:
     return RESULTS / describe_machine(torch.device("cpu")).slug / f"{name}.jsonl"
 
 
-def save(path: Path, points: Sequence[Point]) -> Path:
-    """Write the machine, the command and the points; points of sweeps that were not run now are kept."""
+def save(path: Path, points: Sequence[Point], calibration: Path) -> Path:
+    """Write the machine, the command, what it used and the points; points of sweeps that were not run are kept."""
     run = {point.sweep for point in points}
     old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     kept = [record for record in old if "sweep" in record and record["sweep"] not in run]
     command = "python -m benchmarks.e2e.scaling " + " ".join(Path(a).name if "/" in a else a for a in sys.argv[1:])
-    head = {"machine": asdict(describe_machine(torch.device("cpu"))), "command": command}
+    machine = asdict(describe_machine(torch.device("cpu")))
+    used = {"shipped": sentences.shipped(), "calibration": digest(calibration)}
+    head = {"machine": machine, "command": command, **used}
     path.parent.mkdir(parents=True, exist_ok=True)
     records = [head, *sorted([*kept, *map(asdict, points)], key=lambda record: list(SWEEPS).index(record["sweep"]))]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -172,11 +177,11 @@ def read_points(path: Path) -> list[Point]:
 
 
 def markdown(path: Path) -> list[str]:
-    """Return two tables of a result file: contexts and batches by provider, then nodes.
+    """Return two tables of a result file: contexts and batches by provider, then nodes; and what is older than it.
 
     What the model says is given over what was measured.
     """
-    points = read_points(path)
+    points, head = read_points(path), json.loads(path.read_text().partition("\n")[0])
     at: dict[tuple[str, int], dict[str, Point]] = {}
     for point in points:
         at.setdefault((point.sweep, point.x), {})[point.provider] = point
@@ -195,7 +200,21 @@ def markdown(path: Path) -> list[str]:
     for point in (point for point in points if point.sweep == "nodes"):
         cells = [f"{point.x}", f"{point.tokens_per_s:.0f}", f"{point.tokens_per_step:.2f}", f"{point.step_ms:.1f}"]
         lines.append(f"| {' | '.join(cells)} | {point.model_tokens_per_s / point.tokens_per_s:.2f} |")
-    return lines
+    notes = sentences.age(Run(head, [])).strip(), _calibration_age(head)
+    return [*lines, "", f"`{head['command']}`. {' '.join(filter(None, notes))}".strip()]
+
+
+def _calibration_age(head: dict) -> str:
+    """Return what there is to say if the calibration of a run is not known to be the shipped one."""
+    if "calibration" not in head:
+        return "Nor does it say which calibration the budgets and the model are from."
+    shipped = file_of(_drafters.SHIPPED_HEADS, head["machine"]["model"])
+    return "" if shipped.exists() and digest(shipped) == head["calibration"] else "The calibration is another one now."
+
+
+def digest(path: Path) -> str:
+    """Return a short name of what a file holds."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def _header(*columns: str) -> list[str]:
@@ -240,7 +259,8 @@ def main() -> int:
     args = parser.parse_args()
     _drafters.check(args.drafter, args)
     setting = Setting.here(torch.device("cpu"), getattr(torch, args.dtype), prepared=args.prepare)
-    calibration = Calibration.load(args.calibration or _drafters.folder_of("heads", args), setting)
+    calibration_file = file_of(args.calibration or _drafters.folder_of("heads", args), setting.device)
+    calibration = Calibration.load(calibration_file, setting)
     model, tokenizer = load_model(args.model, dtype=getattr(torch, args.dtype)), load_tokenizer(args.model)
     drafter = _drafters.make(args.drafter, args, model)
     model = prepare(model) if args.prepare else model
@@ -255,7 +275,7 @@ def main() -> int:
                 print(f"{sweep:<9}{x:>6}  {point.provider:<12}{values}{point.step_ms:>9.1f}", flush=True)
     if args.save:
         path = result_file(args.drafter, prepared=args.prepare, dtype=args.dtype)
-        print(f"\nwrote {os.path.relpath(path)} and {save(path, points).name}")
+        print(f"\nwrote {os.path.relpath(path)} and {save(path, points, calibration_file).name}")
     return 0
 
 

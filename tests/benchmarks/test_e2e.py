@@ -235,16 +235,29 @@ def test_rates_over_plain_decoding_for_every_prompt() -> None:
     assert lines[2:] == ["| ours, `plain` | 1.00 | 1.00 |", "| ours, medusa | - | 2.00 |"]
 
 
+def test_drafters_by_kind_of_task_beside_generate() -> None:
+    rows = [row(1, "generate", 10, 1), row(2, "generate", 10, 1, "rag"), row(1, "medusa", 10, 0.25, tokens_per_step=2)]
+    lines = report.markdown_drafters(Run(HEAD, rows), "generate", "medusa", "ngram")
+    assert lines[0] == "| | tokens/step | tokens/s | × HF | × HF, qa | × HF, rag |"
+    assert lines[2:] == [
+        "| HF `generate` | - | 10.0 | 1.00 | 1.00 | 1.00 |",
+        "| ours, medusa | 2.00 | 40.0 | 4.00 | 4.00 | - |",
+    ]
+
+
 def test_points_of_a_scaling_run_become_tables(tmp_path) -> None:
     speeds = {"plain": 50.0, "budget": 60.0, "largest": 40.0}
     points = [scaling.Point("batch", 2, p, 256, 2, v, 1.5, 20.0, [0, 1], 2 * v) for p, v in speeds.items()]
     points += [scaling.Point("context", 512, p, 512, 1, v, 1.5, 20.0, [0, 1], 2 * v) for p, v in speeds.items()]
     points += [scaling.Point("nodes", 4, "speculative", 256, 1, 80.0, 2.0, 25.0, [0, 1], 60.0)]
-    scaling.save(tmp_path / "points.jsonl", points)
+    (tmp_path / "calibration.json").write_text("{}")
+    scaling.save(tmp_path / "points.jsonl", points, tmp_path / "calibration.json")
     lines = scaling.markdown(tmp_path / "points.jsonl")
     numbers = "| 50 | 60 | 40 | 1.20 × | 1.50 / 1.50 / 1.50 | 2.00 / 2.00 / 2.00 |"
     assert lines[2:5] == [f"| 512 tokens, B = 1 {numbers}", f"| B = 2, 256 tokens {numbers}", ""]
-    assert lines[7:] == ["| 4 | 80 | 2.00 | 25.0 | 0.75 |"]
+    assert lines[7:9] == ["| 4 | 80 | 2.00 | 25.0 | 0.75 |", ""]
+    assert lines[9].startswith("`python -m benchmarks.e2e.scaling")
+    assert lines[9].endswith("`. The calibration is another one now.")
 
 
 def test_the_documentation_has_the_figures_of_the_result_files() -> None:
