@@ -10,6 +10,7 @@
 Every address must belong to an element of a tensor that the launch was given; one outside raises, naming the kernel.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class Launch:
     """One launch of one kernel."""
 
     kernel: str
+    programs: int
     traffic: dict[str, Traffic] = field(default_factory=dict)
 
     def moved(self, *names: str) -> int:
@@ -85,8 +87,8 @@ def _tensors(arguments) -> Iterator[tuple[str, Tensor]]:
 class _Recorder:
     """The launch in progress."""
 
-    def __init__(self, kernel: str, arguments: dict):
-        self.launch = Launch(kernel)
+    def __init__(self, kernel: str, grid, arguments: dict):
+        self.launch = Launch(kernel, math.prod(grid(arguments) if callable(grid) else grid))
         tensors = dict(_tensors(arguments.items()))
         self._arguments = {name: _Argument(t) for name, t in tensors.items() if t.numel()}
 
@@ -127,7 +129,7 @@ def measure() -> Iterator[list[Launch]]:
     )
 
     def counted_run(self, *args, grid, warmup, **kwargs):
-        current.append(_Recorder(self.fn.__name__, dict(zip(self.arg_names, args, strict=False)) | kwargs))
+        current.append(_Recorder(self.fn.__name__, grid, dict(zip(self.arg_names, args, strict=False)) | kwargs))
         try:
             return run(self, *args, grid=grid, warmup=warmup, **kwargs)
         finally:

@@ -1,5 +1,9 @@
 """The native kernel's promise: a row's bits depend on its query and on the K/V along its path, and on nothing else."""
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +15,7 @@ from ..marks import needs_native
 from .attention_cases import Case, chain, int32, make_case, paths
 from .test_tree_attention_paged import page_case
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 Result = tuple[Tensor, Tensor]
 pytestmark = needs_native
@@ -40,15 +44,22 @@ def decoded(case: Case, row: int = 0) -> Result:
     return torch.cat([out for out, _ in steps], 1), torch.cat([lse for _, lse in steps], 1)
 
 
-@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
-def threads(request):
+@contextmanager
+def threads_limited(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    torch.set_num_threads(count)
+    yield
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 5, 16, 33, 63, 64, 65])
+@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
+def threads(request):
+    with threads_limited(request.param):
+        yield request.param
+
+
+# Around 8 rows, the most that take keys unpacked (4 on AVX2), and multiples of tiles of rows.
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5, 8, 9, 16, 24, 25, 32, 33, 63, 64, 65])
 @DTYPES
 def test_trees_equal_decoding(num_nodes, dtype, isa) -> None:
     """At every place of a prefix's end within a chunk of 64 keys: before, at and behind each border."""
@@ -56,9 +67,26 @@ def test_trees_equal_decoding(num_nodes, dtype, isa) -> None:
     if num_nodes > 16:
         prefixes = (0, 63, 129) if dtype == FP32 else (1, 64, 200)
     case = make_case(len(prefixes), prefixes, num_nodes, (4, 2), (40, 24), dtype, trees=len(prefixes))
-    out, lse = attend(case)
+    with threads_limited(1):
+        out, lse = attend(case)
+    with threads_limited(2):
+        assert_same_bits(attend(case), (out, lse))
     for row in range(len(prefixes)):
         assert_same_bits((out[row : row + 1], lse[row : row + 1]), decoded(case, row))
+
+
+STORED = [(FP64, FP64), *itertools.product((BF16, FP16, FP32, FP64), (torch.float8_e4m3fn, torch.int8))]
+
+
+@pytest.mark.parametrize(("dtype", "cache"), STORED, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_other_arithmetic_equals_decoding(dtype, cache, isa) -> None:
+    """Of fp64 and of 8-bit caches, at the border of the unpacked keys and behind it."""
+    for num_nodes in (3, 4, 8, 9):
+        case = make_case(1, (61,), num_nodes, (4, 2), (64, 48), dtype)
+        if cache != FP64:
+            case.k, case.v = ((x.float() * 20).to(cache) for x in (case.k, case.v))
+            case.options |= {"k_scale": torch.rand(2) * 0.05, "v_scale": torch.rand(2) * 0.05}
+        assert_same_bits(attend(case), decoded(case))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (7, 1), (64, 1), (9, 3)], ids=lambda h: f"Hq{h[0]}-Hk{h[1]}")
@@ -115,18 +143,16 @@ def test_threads_do_not_matter(shape, dtype) -> None:
     """Two threads cut the work otherwise: by rows, by key groups, or not at all."""
     prefixes, num_nodes, heads = shape
     case = make_case(len(prefixes), prefixes, num_nodes, heads, (128, 128), dtype, trees=len(prefixes))
-    before = torch.get_num_threads()
     results = []
     for count in (1, 2, 3, 7):
-        torch.set_num_threads(count)
-        results.append(attend(case))
-    torch.set_num_threads(before)
+        with threads_limited(count):
+            results.append(attend(case))
     for result in results[1:]:
         assert_same_bits(result, results[0])
 
 
 @DTYPES
-def test_many_groups_equal_decoding(dtype, threads) -> None:
+def test_many_groups_equal_decoding(dtype, threads, isa) -> None:
     """A long prefix, where the groups of keys are merged, at the border of a group."""
     case = make_case(1, (1022,), 5, (4, 1), (64, 64), dtype)
     case.parents = [[-1, 0, 1, 0, 3]]
@@ -167,8 +193,9 @@ def test_layouts_do_not_matter(layout, dtype, isa) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 48, 256])
-def test_pages_do_not_matter(page_size, isa) -> None:
-    case = make_case(2, (130, 3), 9, (4, 2), (64, 64), BF16, trees=2)
+@DTYPES
+def test_pages_do_not_matter(page_size, dtype, isa) -> None:
+    case = make_case(2, (130, 3), 9, (4, 2), (64, 64), dtype, trees=2)
     assert_same_bits(paged_tree_attention(*page_case(case, page_size, "hnd")), attend(case))
 
 

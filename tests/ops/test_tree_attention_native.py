@@ -7,6 +7,7 @@ import torch
 
 from specdec_kernels import _native, paged_tree_attention, tree_attention
 from specdec_kernels._ops import ops
+from specdec_kernels.reference.tree_attention import tree_attention_ref
 from specdec_kernels.testing import assert_close_to_baseline
 from specdec_kernels.tree import mask_from_parents
 from tests.kernels.pairwise import pairwise
@@ -140,7 +141,7 @@ def test_forest_and_stray_bits() -> None:
 
 def test_a_thousand_nodes(isa) -> None:
     case = make_case(1, (3,), 1024, (2, 1), (16, 16), FP32)
-    expected = tree_attention(*(x.double() if x.is_floating_point() else x for x in case.args()))
+    expected = tree_attention_ref(*(x.double() if x.is_floating_point() else x for x in case.args()))
     for have, want in zip(tree_attention(*case.args()), expected, strict=True):
         torch.testing.assert_close(have.double(), want.double(), rtol=1e-5, atol=1e-5)
 
@@ -153,6 +154,24 @@ def test_a_cache_beyond_32_bit_offsets(isa) -> None:
     q = torch.ones(1, 1, 1, 16)
     expected = tree_attention(q, v, v, torch.ones(1, 1, 1, dtype=torch.int64), int32(1))
     actual = tree_attention(q, k, k, torch.ones(1, 1, 1, dtype=torch.int64), int32(1))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("what", ["batch", "page", "head"])
+def test_parts_of_a_cache_beyond_32_bit_offsets(what, isa) -> None:
+    """The same between rows of the batch, pages and heads."""
+    step = {"batch": (2**31, 32, 16, 1), "page": (2**31, 32, 16, 1), "head": (64, 16, 2**31, 1)}[what]
+    shape = (1, 3, 2, 16) if what == "head" else (2, 3, 2, 16)
+    k = torch.empty(2**31 + 4096, dtype=torch.int8).as_strided(shape, step)
+    k.copy_(torch.randint(-9, 9, shape))
+    v, rows = k.clone(), shape[0]
+    batch = 1 if what == "page" else rows
+    q, mask = torch.randn(batch, 1, 4, 16), torch.ones(1, 1, 1, dtype=torch.int64)
+    if what == "page":
+        table, length = int32(1, 0)[None], int32(4)
+        actual, expected = (paged_tree_attention(q, x, x, table, mask, length) for x in (k, v))
+    else:
+        actual, expected = (tree_attention(q, x, x, mask, int32(2).expand(batch)) for x in (k, v))
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 

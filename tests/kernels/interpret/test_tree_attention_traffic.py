@@ -43,16 +43,30 @@ def test_reads_everything_once(prefix, num_nodes, monkeypatch) -> None:
     assert ratio <= 1.05
 
 
+def working_programs(case: Case) -> int:
+    """Return the most programs that have keys: of 16 and more each, for each KV head and row tile."""
+    num_rows = case.q.shape[1] * case.q.shape[2] // case.k.shape[2]
+    row_tiles = -(-num_rows // block_m(case)) * case.k.shape[2]
+    return sum(row_tiles * -(-(prefix + case.q.shape[1]) // 16) for prefix in case.prefix)
+
+
 @pytest.mark.parametrize("num_nodes", [1, 16, 63, 65])
-@pytest.mark.parametrize("prefix", [777])
+@pytest.mark.parametrize("prefix", [0, 1, 100, 777])
 def test_splits_cost_little(prefix, num_nodes) -> None:
-    """With the shipped parameters and room for long prefixes."""
+    """With the shipped parameters and room for long prefixes.
+
+    What each program reads to learn where its row ends, 4 bytes, or 8 where it works, is counted apart: of a call over
+    two keys, where most have nothing to do, that is a fifth.
+    """
     case = make_case(1, (prefix,), num_nodes, (4, 1), (128, 128), BF16)
     case.k, case.v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 4096)) for x in (case.k, case.v))
     with measure() as launches:
         attend(case)
-    ratio = sum(launch.moved() for launch in launches) / unavoidable(case)
+    lengths = [launch.moved("prefix_len_ptr") for launch in launches]
+    ratio = (sum(launch.moved() for launch in launches) - sum(lengths)) / unavoidable(case)
     print(f"P{prefix} T{num_nodes}: {ratio:.4f}, {'split' if 'partial_ptr' in launches[0].traffic else 'not split'}")
+    assert lengths[0] <= 4 * (launches[0].programs + working_programs(case))
+    assert lengths[1] == 4 * launches[1].programs
     assert [launch.kernel for launch in launches] == ["_tree_attention_kernel", "merge_splits_kernel"]
     assert ratio <= 1.10
 
@@ -104,6 +118,16 @@ def test_a_tree_costs_no_more_than_a_causal_mask(monkeypatch) -> None:
     tree, causal = (make_case(1, (300,), 26, (4, 1), (64, 64), BF16) for _ in range(2))
     causal.parents = [chain(26)]
     assert moved(tree) <= moved(causal)
+
+
+@pytest.mark.parametrize("page", [0, 10], ids=["contiguous", "paged"])
+def test_masks_and_caches_that_end_with_the_tree(page, monkeypatch) -> None:
+    """Nothing lies behind the last row of any argument, and the last tile of keys, mask words and rows is not whole."""
+    case = make_case(1, (33,), 17, (9, 3), (64, 64), BF16)
+    case.q, case.k, case.v = case.q.clone(), case.k[:, :50].clone(), case.v[:, :50].clone()
+    assert moved(case, page=page) >= unavoidable(case)  # raises where anything else is read
+    force_splits(monkeypatch, 32)
+    moved(case, page=page)
 
 
 def test_meter_sees_an_access_outside() -> None:
