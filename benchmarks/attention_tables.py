@@ -84,6 +84,12 @@ def growth(path: Path) -> list[str]:
     return _table(["P", *map(str, prefixes)], rows)
 
 
+def overhead(path: Path) -> list[str]:
+    """Return the table of a result file of `benchmarks.launch_overhead`."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return _table(["call", "µs"], [[record["call"], f"{record['median_us']:.0f}"] for record in records])
+
+
 def summary(path: Path) -> list[str]:
     """Return a sentence on P = 4096."""
     one, some, many = (_grid(path)[4096, nodes, "bfloat16"] for nodes in (1, 26, 64))

@@ -214,26 +214,43 @@ def table(results: list[Result]) -> str:
 def run_benchmark(
     bench: ModuleType, device: torch.device, options: Options, case_ids: Iterable[str]
 ) -> tuple[Machine, list[Result]]:
-    """Run the cases of one benchmark file, printing as it goes."""
+    """Run the cases of one benchmark file, printing as it goes; when interrupted, return what was measured."""
     machine, roofline = describe_machine(device), measure_roofline(device)
     print(machine.banner())
     print(roofline.banner())
-    results, told = [], set()
-    for case_id in case_ids:
-        case = bench.CASES[case_id]
-        reason = bench.skip(case, device, options.limit) if hasattr(bench, "skip") else None
-        if reason:
-            print(f"{bench.OP} {case_id}: skipped, {reason}")
-            continue
-        absent = gate(bench, case, device, options)
-        for name, why in absent.items():
-            if (name, why) not in told:
-                print(f"{bench.OP} {name}: cannot run, {why}")
-        told |= set(absent.items())
-        samples = time_case(bench, case, device, options, absent)
-        results += summarise(bench, case_id, samples, machine, roofline, options.cold)
-        print(f"{bench.OP} {case_id}: correct, timed", flush=True)
+    results: list[Result] = []
+    told: set[tuple[str, str]] = set()
+    try:
+        for case_id in case_ids:
+            results += _run_case(bench, case_id, device, options, machine, roofline, told)
+    except KeyboardInterrupt:
+        print(f"{bench.OP}: stopped", flush=True)
     return machine, results
+
+
+def _run_case(
+    bench: ModuleType,
+    case_id: str,
+    device: torch.device,
+    options: Options,
+    machine: Machine,
+    roofline: Roofline,
+    told: set[tuple[str, str]],
+) -> list[Result]:
+    """Check and time one case; ``told`` are the absent providers and reasons that were printed already."""
+    case = bench.CASES[case_id]
+    reason = bench.skip(case, device, options.limit) if hasattr(bench, "skip") else None
+    if reason:
+        print(f"{bench.OP} {case_id}: skipped, {reason}")
+        return []
+    absent = gate(bench, case, device, options)
+    for name, why in absent.items():
+        if (name, why) not in told:
+            print(f"{bench.OP} {name}: cannot run, {why}")
+    told |= set(absent.items())
+    samples = time_case(bench, case, device, options, absent)
+    print(f"{bench.OP} {case_id}: correct, timed", flush=True)
+    return summarise(bench, case_id, samples, machine, roofline, options.cold)
 
 
 def save(name: str, machine: Machine, results: list[Result], add: bool = False) -> Path:

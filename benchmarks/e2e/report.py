@@ -194,6 +194,7 @@ BLOCKS: dict[str, Callable[..., list[str]]] = {
     "attention-growth": attention_tables.growth,
     "attention-summary": attention_tables.summary,
     "e2e-scaling": scaling.markdown,
+    "launch-overhead": attention_tables.overhead,
 }
 MARKER = re.compile(rf"<!-- ({'|'.join(BLOCKS)}) (\S+)((?: \S+)*) -->\n.*?<!-- /\1 -->", re.DOTALL)
 

@@ -2,6 +2,7 @@
 
 import fnmatch
 import importlib
+import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -52,6 +53,7 @@ def run(args: Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     sys.path.insert(0, str(REPOSITORY))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as on ctrl-C, what was measured is kept
     return max(_run_one(name, args) for name in ([args.op] if args.op else names))
 
 
@@ -70,11 +72,11 @@ def _run_one(name: str, args: Namespace) -> int:
     options = harness.Options(args.seconds, args.cold, args.peer_python, args.limit)
     machine, results = harness.run_benchmark(bench, args.device, options, case_ids)
     print(harness.table(results))
-    if hasattr(bench, "notes"):
-        print(bench.notes(results, args.device))
     if args.save and results:
         path = harness.save(args.name or name, machine, results, args.add)
         draw = getattr(bench, "draw", None) or importlib.import_module("benchmarks.plot").plot
         drawn = draw(path)
-        print("written:", *[path, *(drawn if isinstance(drawn, list) else [drawn])])
+        print("written:", *[path, *(drawn if isinstance(drawn, list) else [drawn])], flush=True)
+    if hasattr(bench, "notes"):
+        print(bench.notes(results, args.device))
     return 0

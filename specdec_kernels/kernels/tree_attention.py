@@ -220,9 +220,10 @@ def _is_aligned(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 def _attend(plan: Plan, q, k_cache, v_cache, table, tree_mask, prefix_len, **options) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:3], v_cache.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    if out.shape[0] > 0:
+    batch, num_nodes, num_q_heads, _ = q.shape
+    out = q.new_empty((batch, num_nodes, num_q_heads, v_cache.shape[3]))
+    lse = q.new_empty((batch, num_nodes, num_q_heads), dtype=torch.float32)
+    if batch > 0:
         with torch.cuda.device_of(q):
             caches, tree, results = (k_cache, v_cache), (tree_mask, prefix_len), (out, lse)
             for call in attention_calls(plan, q, caches, table, tree, results, **options):

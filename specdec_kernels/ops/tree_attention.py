@@ -182,13 +182,14 @@ def paged_tree_attention(
         torch.Size([1, 1, 4, 8])
     """
     op = "paged_tree_attention"
-    check_shape(op, "q", q, ("B", "T", "Hq", "D"))
-    check_shape(op, "k_cache", k_cache, ("pages", "page", "Hk", q.shape[-1]))
-    _check_attention(op, q, k_cache, v_cache, tree_mask, prefix_len)
+    if not _is_right(q, k_cache, v_cache, tree_mask, prefix_len, block_table):
+        check_shape(op, "q", q, ("B", "T", "Hq", "D"))
+        check_shape(op, "k_cache", k_cache, ("pages", "page", "Hk", q.shape[-1]))
+        _check_attention(op, q, k_cache, v_cache, tree_mask, prefix_len)
+        check_shape(op, "block_table", block_table, (q.shape[0], "max_pages"))
+        check_dtype(op, "block_table", block_table, (torch.int32,))
+        check_device(op, "block_table", block_table, q.device)
     options = _checked_options(op, q, k_cache, scale, softcap, window, sinks, k_scale, v_scale)
-    check_shape(op, "block_table", block_table, (q.shape[0], "max_pages"))
-    check_dtype(op, "block_table", block_table, (torch.int32,))
-    check_device(op, "block_table", block_table, q.device)
     if k_cache.shape[1] < 1:
         raise ValueError(f"{op}: k_cache must have pages of at least one row, got {tuple(k_cache.shape)}")
     if values_readable(prefix_len, block_table):
@@ -196,31 +197,41 @@ def paged_tree_attention(
     return ops.paged_tree_attention.default(q, k_cache, v_cache, block_table, tree_mask, prefix_len, **options)
 
 
-def _is_right(q: Tensor, k_cache: Tensor, v_cache: Tensor, tree_mask: Tensor, prefix_len: Tensor) -> bool:
-    """Say whether the usual arguments of `tree_attention` are right, in a third of the time that the checks take.
+def _is_right(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tree_mask: Tensor,
+    prefix_len: Tensor,
+    block_table: Tensor | None = None,
+) -> bool:
+    """Say whether the usual arguments of the ops are right, in a third of the time that the checks take.
 
     What this does not vouch for goes through the checks, which are the contract; this must never say more than they do.
     """
     if torch.compiler.is_compiling():
         return False
     strided, shapes = torch.strided, []
-    for tensor in (q, k_cache, v_cache, tree_mask, prefix_len):
+    for tensor in (q, k_cache, v_cache, tree_mask, prefix_len, prefix_len if block_table is None else block_table):
         if type(tensor) is not Tensor or tensor.layout is not strided:
             return False
         shapes.append(tensor.shape)
-    if [len(shape) for shape in shapes] != [4, 4, 4, 3, 1]:
+    if [len(shape) for shape in shapes] != [4, 4, 4, 3, 1, 1 if block_table is None else 2]:
         return False
     batch, num_nodes, num_q_heads, head_dim = shapes[0]
     k_batch, num_rows, num_kv_heads, k_dim = shapes[1]
     v_batch, v_rows, v_heads, v_dim = shapes[2]
     mask_batch, mask_nodes, num_words = shapes[3]
     return (
-        (k_batch == v_batch == batch == shapes[4][0] and v_rows == num_rows and v_heads == num_kv_heads)
+        (k_batch == v_batch and v_rows == num_rows and v_heads == num_kv_heads)
+        and ((k_batch if block_table is None else shapes[5][0]) == batch == shapes[4][0])
         and (num_nodes >= 1 and num_kv_heads >= 1 and num_q_heads % num_kv_heads == 0)
         and (head_dim >= 1 and v_dim >= 1 and k_dim == head_dim)
         and (mask_nodes == num_nodes and num_words == (num_nodes + 63) // 64 and mask_batch in (1, batch))
-        and (q.dtype in _FLOATS and k_cache.dtype is v_cache.dtype is q.dtype)
+        and (q.dtype in _FLOATS and k_cache.dtype is v_cache.dtype)
+        and (k_cache.dtype is q.dtype or k_cache.dtype in _QUANTISED)
         and (tree_mask.dtype is torch.int64 and prefix_len.dtype is torch.int32)
+        and (block_table is None or (block_table.dtype is torch.int32 and block_table.device == q.device))
         and (q.stride(3) == 1 and k_cache.stride(3) == 1 and v_cache.stride(3) == 1)
         and (k_cache.device == v_cache.device == tree_mask.device == prefix_len.device == q.device)
         and not (torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad))
@@ -259,8 +270,7 @@ def _checked_options(op: str, q: Tensor, k_cache: Tensor, *values) -> dict[str, 
     given = {name: value for name, value in zip(names, values, strict=True) if value is not None}
     if given:
         _check_numbers(op, *values[:3])
-        if any(value is not None for value in values[3:]):
-            _check_tensors(op, q, k_cache, *values[3:])
+        _check_tensors(op, q, k_cache, *values[3:])
     return given
 
 
@@ -278,17 +288,27 @@ def _check_numbers(op: str, scale, softcap, window) -> None:
 
 
 def _check_tensors(op: str, q, k_cache, sinks, k_scale, v_scale) -> None:
-    if sinks is not None:
+    if sinks is not None and not _is_right_vector(sinks, q, (q.shape[2],)):
         check_shape(op, "sinks", sinks, (q.shape[2],))
         check_dtype(op, "sinks", sinks, _FLOATS)
         check_device(op, "sinks", sinks, q.device)
+        check_no_grad(op, sinks=sinks)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
+        if scale is not None and not _is_right_vector(scale, q, (), (k_cache.shape[2],)):
             check_tensor(op, name, scale)
             check_shape(op, name, scale, () if scale.dim() == 0 else (k_cache.shape[2],))
             check_dtype(op, name, scale, _FLOATS)
             check_device(op, name, scale, q.device)
-    check_no_grad(op, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
+            check_no_grad(op, **{name: scale})
+
+
+def _is_right_vector(vector: Tensor, q: Tensor, *shapes: tuple[int, ...]) -> bool:
+    """Say of sinks or a scale what `_is_right` says of the rest."""
+    return (
+        (not torch.compiler.is_compiling() and type(vector) is Tensor)
+        and (vector.shape in shapes and vector.dtype in _FLOATS and vector.device == q.device)
+        and not vector.requires_grad
+    )
 
 
 def _check_pages(op: str, k_cache: Tensor, block_table: Tensor, prefix_len: Tensor, num_nodes: int) -> None:

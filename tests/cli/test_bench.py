@@ -79,6 +79,20 @@ def test_a_provider_that_cannot_run_is_told_and_left_out(capsys, monkeypatch) ->
     assert "toy n9: skipped, 9 is too many" in lines
 
 
+def test_what_was_measured_before_an_interruption_is_kept(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(harness, "measure_roofline", lambda device: ROOFLINE)
+
+    def interrupt(inputs) -> list[torch.Tensor]:
+        if len(inputs) == 9:
+            raise KeyboardInterrupt
+        return [inputs * 2]
+
+    bench = toy_bench(CASES={"n8": 8, "n9": 9, "n7": 7}, providers=lambda case: {"reference": interrupt})
+    _, results = harness.run_benchmark(bench, CPU, harness.Options(seconds=0.0), bench.CASES)
+    assert {r.case for r in results} == {"n8"}
+    assert capsys.readouterr().out.endswith("toy: stopped\n")
+
+
 class Remote:
     """A provider that is timed elsewhere."""
 
