@@ -47,19 +47,19 @@ def law_model():
 
 
 @torch.no_grad()
-def law_of(model, temperature):
+def law_of(model, temperature, prompt=LAW_PROMPT):
     """Return the probability of each of the ``V³`` continuations of the prompt, ``(V, V, V)``, by enumeration."""
     every = torch.cartesian_prod(*[torch.arange(LAW_VOCAB)] * 2)
-    ids = torch.cat([torch.tensor(LAW_PROMPT).expand(len(every), -1), every], dim=1)
+    ids = torch.cat([torch.tensor(prompt).expand(len(every), -1), every], dim=1)
     probs = (model(ids).logits[:, -3:] / temperature).double().softmax(-1).view(LAW_VOCAB, LAW_VOCAB, 3, LAW_VOCAB)
     return probs[0, 0, 0][:, None, None] * probs[:, 0, 1][:, :, None] * probs[:, :, 2]
 
 
-def excess(model, drafter, temperature):
+def excess(model, drafter, temperature, prompt=LAW_PROMPT):
     """Decode the prompt in many rows, and return the excess of the chi-square statistic of the first three tokens."""
-    target = HFTarget(model, LAW_ROWS, len(LAW_PROMPT) + 3 + drafter.max_nodes)
-    ids = torch.tensor(LAW_PROMPT).repeat(LAW_ROWS, 1)
-    lengths = torch.full((LAW_ROWS,), len(LAW_PROMPT), dtype=torch.int32)
+    target = HFTarget(model, LAW_ROWS, len(prompt) + 3 + drafter.max_nodes)
+    ids = torch.tensor(prompt).repeat(LAW_ROWS, 1)
+    lengths = torch.full((LAW_ROWS,), len(prompt), dtype=torch.int32)
     rows = [[] for _ in range(LAW_ROWS)]
     options = {"temperature": temperature, "seeds": row_seeds(3, LAW_ROWS), "acceptance": RejectionAcceptance()}
     for step in decode(target, drafter, ids, lengths, max_new_tokens=3, **options):
@@ -67,4 +67,4 @@ def excess(model, drafter, temperature):
             row += tokens
     counts = torch.zeros(LAW_VOCAB, LAW_VOCAB, LAW_VOCAB)
     counts.index_put_(tuple(torch.tensor(rows).T), torch.tensor(1.0), accumulate=True)
-    return chi_square_excess(counts, law_of(model, temperature))
+    return chi_square_excess(counts, law_of(model, temperature, prompt))

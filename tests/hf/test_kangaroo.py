@@ -64,8 +64,9 @@ def test_an_adapter_that_is_the_last_layer_is_accepted_whole(tree):
     assert stats.accepted_histogram == [0, 4, 0, 12]  # of 14 tokens: 1 from the prompt, then 4 + 4 + 4 + 1
 
 
+@pytest.mark.parametrize("kind", ["layer", "attention"])
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-def test_the_caches_after_partial_acceptance_are_right(tree, monkeypatch):
+def test_the_caches_after_partial_acceptance_are_right(tree, kind, monkeypatch):
     """Every committed row holds what a forward over the text puts there, in the target's layers and the adapter's."""
     model, targets, lengths = llama(), [], [9, 9]
     commit = HFTarget.commit
@@ -75,9 +76,9 @@ def test_the_caches_after_partial_acceptance_are_right(tree, monkeypatch):
         targets.append(self)
 
     monkeypatch.setattr(HFTarget, "commit", recording)
-    drafter = hopping(model, 3, tree=tree, noise=0.06)
+    drafter = hopping(model, 3, tree=tree, kind=kind, noise=0.06 if kind == "layer" else 0.0)
     text, stats = generated(model, drafter, lengths)
-    assert 0.2 < stats.mean_accepted < 2.8
+    assert 0.1 < stats.mean_accepted < 2.8
     length = 9 + NEW_TOKENS - 1
     assert targets[-1].prefix_len.tolist() == [length] * 2
     plain = HFTarget(model, 2, length)
@@ -193,10 +194,12 @@ def test_a_sure_stop_drafts_one_level():
         assert {draft.max_depth for draft in drafts} == {1}
 
 
-def test_a_tree_holds_the_adapters_best_candidates_of_every_node():
+@pytest.mark.parametrize("kind", ["layer", "attention"])
+def test_a_tree_holds_the_adapters_best_candidates_of_every_node(kind):
+    """What the adapter, both kinds of it, makes of the node's whole text in one forward without any cache."""
     model = llama()
     vocab_map = torch.arange(3, VOCAB, 2)
-    drafter = hopping(model, 2, tree=TREE, vocab_map=vocab_map)
+    drafter = hopping(model, 2, tree=TREE, kind=kind, vocab_map=vocab_map)
     drafts = drafts_of(drafter)
     text, _ = generated(model, drafter, [9], max_new_tokens=6)
     draft, prefix = drafts[0], text[0, :9]

@@ -5,13 +5,23 @@ from functools import partial
 import pytest
 import torch
 
-from specdec_kernels.decoding import ExitRule
-from specdec_kernels.decoding.drafters import DraftModelDrafter, LayerSkipDrafter, MergedDrafter, NGramDrafter
+from specdec_kernels.decoding import DecodeStats, DynamicTree, ExitRule
+from specdec_kernels.decoding.drafters import (
+    DraftModelDrafter,
+    LayerSkipDrafter,
+    MedusaDrafter,
+    MergedDrafter,
+    NGramDrafter,
+)
 from specdec_kernels.hf import HFTarget
+from specdec_kernels.hf.generate import generate
+from specdec_kernels.modules import MedusaHeads
 from specdec_kernels.tree import DraftTree
+from tests.decoding.test_loop_law import LIMIT
 
-from .self_drafting import LENGTHS, generated
-from .test_kangaroo import TREE, hopping, llama
+from .self_drafting import LAW_VOCAB, LENGTHS, excess, generated, law_model, prompts
+from .test_kangaroo import NO_EXIT, TREE, drafts_of, hopping, llama
+from .tiny import VOCAB
 
 
 def with_ngrams(drafter):
@@ -78,3 +88,158 @@ def test_a_rows_sample_does_not_depend_on_the_batch(name):
     for row, length in enumerate(LENGTHS):
         alone, _ = generated(model, with_ngrams(make(model)), [length], seed=[5 + row], **options)
         assert torch.equal(alone[0, length:], together[row, max(LENGTHS) :])
+
+
+NEW = 30
+SMALL_TREE = DraftTree.from_choices([[0], [1], [0, 0]])
+
+
+@pytest.fixture(scope="module")
+def repeating():
+    """A model, prompts that hold the first two tokens of the text that it repeats, and what it says then."""
+    model = llama()
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    inputs = prompts(LENGTHS)
+    begun = model.generate(**inputs, max_new_tokens=2, **options)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 2), value=1)
+    inputs = {"input_ids": begun, "attention_mask": mask}
+    return model, inputs, model.generate(**inputs, max_new_tokens=NEW, **options)
+
+
+def fitted_medusa(model, repeating, tree, noise):
+    """Two heads, fitted to these texts by least squares: right now and then."""
+    _, inputs, texts = repeating
+    heads = MedusaHeads(2, 1, model.config.hidden_size, VOCAB, own_projection=True).requires_grad_(False)
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    rows = [text[-length - NEW :] for text, length in zip(texts, lengths, strict=True)]
+    with torch.no_grad():
+        states = [model.base_model(row[None]).last_hidden_state[0] for row in rows]
+    for head in range(2):
+        ahead = head + 2
+        features = torch.cat([hidden[:-ahead] for hidden in states])
+        said = torch.cat([row[ahead:] for row in rows])
+        heads.w_out[head] = torch.linalg.lstsq(features, torch.eye(VOCAB)[said]).solution.T
+    heads.w_out += noise * torch.randn(heads.w_out.shape, generator=torch.Generator().manual_seed(3))
+    return MedusaDrafter(heads, tree)
+
+
+def disturbed_twin(noise):
+    twin, generator = llama(), torch.Generator().manual_seed(3)
+    for parameter in twin.parameters():
+        parameter.data += noise * torch.randn(parameter.shape, generator=generator)
+    return twin
+
+
+# From nearly right to useless, by the noise.
+TRUNKS = {
+    "medusa": lambda repeating, noise: fitted_medusa(repeating[0], repeating, SMALL_TREE, noise),
+    "medusa, dynamic": lambda repeating, noise: fitted_medusa(repeating[0], repeating, DynamicTree(5, 3), noise),
+    "draft model": lambda repeating, noise: DraftModelDrafter(
+        partial(HFTarget, disturbed_twin(noise)), max_drafts=2, exit_rule=NO_EXIT
+    ),
+    "kangaroo": lambda repeating, noise: hopping(repeating[0], 3, noise=noise, max_drafts=2),
+    "kangaroo tree": lambda repeating, noise: hopping(repeating[0], 3, noise=noise, tree=SMALL_TREE),
+    "layer skip": lambda repeating, noise: LayerSkipDrafter(
+        range(3) if noise > 0.5 else [1], [], max_drafts=2, exit_rule=NO_EXIT
+    ),
+}
+DRAFTERS = {
+    "ngram": lambda repeating, noise: NGramDrafter(max_drafts=5),
+    "ngram tree": lambda repeating, noise: ngrams(),
+    "medusa": TRUNKS["medusa"],
+    **{f"{name} + ngram": lambda *given, make=make: with_ngrams(make(*given)) for name, make in TRUNKS.items()},
+}
+
+
+def accepted_drafts(drafter):
+    """Return a list that will hold, for each accepted node of the others, its row and its place in the new text.
+
+    Of a drafter alone, for each accepted node.
+    """
+    trunks = drafts_of(drafter.drafters[0]) if isinstance(drafter, MergedDrafter) else None
+    found, emitted, observe = [], {}, drafter.observe
+
+    def watching(draft, output, verification, active):
+        trunk = trunks[-1] if trunks else draft._replace(num_nodes=torch.ones(len(draft.ids)))
+        for row in active.nonzero()[:, 0].tolist():
+            used = trunk.ids.shape[1] if trunk.num_nodes is None else int(trunk.num_nodes[row])
+            count = int(verification.num_accepted[row])
+            path = verification.accepted[row, :count].tolist()
+            # The first token comes from the prompt.
+            start = emitted.setdefault(row, 1)
+            found.extend((row, start + place) for place, node in enumerate(path) if node >= used)
+            emitted[row] += count + 1
+        observe(draft, output, verification, active)
+
+    drafter.observe = watching
+    return found
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_the_others_add_is_accepted_beside_and_behind_good_drafts(name, repeating):
+    model, inputs, plain = repeating
+    drafter = DRAFTERS[name](repeating, 0.02)
+    found, stats = accepted_drafts(drafter), DecodeStats()
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(generate(model, **inputs, drafter=drafter, stats=stats, **options), plain)
+    assert len(found) > 0
+    accepted = sum(count * rows for count, rows in enumerate(stats.accepted_histogram))
+    assert "+" not in name or len(found) < accepted, "the first drafter's own are accepted, too"
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_token_inside_an_accepted_graft_ends_the_text(name, repeating):
+    model, inputs, plain = repeating
+    # The first drafter is useless, so that what is new is said by the others.
+    noise = 0.02 if name == "medusa" else 1.0
+    drafter = DRAFTERS[name](repeating, noise)
+    found, width = accepted_drafts(drafter), inputs["input_ids"].shape[1]
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    generate(model, **inputs, drafter=drafter, eos_token_id=None, **options)
+    said = plain[:, width:].tolist()
+    # An accepted node is not the last of its step: the verification goes on behind the end.
+    row, place = next((row, place) for row, place in found if said[row][place] not in said[row][:place])
+    eos = said[row][place]
+    expected = model.generate(**inputs, eos_token_id=eos, **options)
+    ours = generate(model, **inputs, drafter=DRAFTERS[name](repeating, noise), eos_token_id=eos, **options)
+    assert torch.equal(ours, expected)
+    assert (expected[row, width + place + 1 :] == 0).all()
+
+
+# Every token has been followed by every other one, so n-grams branch widely.
+LAW_PROMPT = (0, 0, 1, 0, 2, 0, 3, 0, 4, 1, 1, 2, 1, 3, 1, 4, 2, 2, 3, 2, 4, 3, 3, 4, 4, 0)
+
+
+def law_heads():
+    heads = MedusaHeads(2, 1, 16, LAW_VOCAB, own_projection=True)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return heads.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: hopping(model, 2, max_drafts=1),
+        lambda model: hopping(model, 2, tree=DraftTree.from_choices([[0], [1]])),
+        lambda model: LayerSkipDrafter([1, 2], [2], max_drafts=1, exit_rule=NO_EXIT),
+        lambda model: MedusaDrafter(law_heads(), DraftTree.from_choices([[0], [1]])),
+    ],
+    ids=["kangaroo", "kangaroo tree", "layer skip", "medusa"],
+)
+def test_sampled_text_has_the_targets_law(make):
+    """The joint law of the first three tokens, where grafted nodes are among them."""
+    model = law_model()
+    drafter = MergedDrafter(make(model), NGramDrafter(max_ngram=1, num_branches=4, max_drafts=2))
+    counts, observe = [], drafter.observe
+    trunks = drafts_of(drafter.drafters[0])
+
+    def watching(draft, output, verification, active):
+        used = trunks[-1].num_nodes
+        used = trunks[-1].ids.shape[1] if used is None else used[:, None]
+        counts.append(int((verification.accepted >= used).sum()))
+        observe(draft, output, verification, active)
+
+    drafter.observe = watching
+    assert excess(model, drafter, 0.8, LAW_PROMPT) < LIMIT
+    assert sum(counts) > 400, "grafted nodes are accepted"
