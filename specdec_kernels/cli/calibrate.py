@@ -21,6 +21,7 @@ examples:
   specdec-kernels calibrate --batch-sizes 1 2 4 8 16 --contexts 256 1024
   specdec-kernels tree optimize --heads HEADS --calibration HEADS
   specdec-kernels calibrate --drafter medusa medusa+ngram --keep-steps --prompts FILE
+  specdec-kernels calibrate --accuracy --heads HEADS --model MODEL --prompts FILE   # then tree optimize --heads HEADS
 
 The times go to calibration.<device>.json in the folder of the heads, beside those of other threads, dtypes, machines.
 """
@@ -43,7 +44,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--keep-steps", action="store_true", help="measure drafters only; the steps were measured")
     parser.add_argument("--drafter", nargs="*", choices=_drafters.NAMES, default=[], metavar="NAME",
                         help=f"measure these, too: {', '.join(_drafters.NAMES)}")  # fmt: skip
-    parser.add_argument("--prompts", type=Path, help="JSON lines, for the drafters (default: those of the demo)")
+    parser.add_argument("--accuracy", action="store_true", help="measure no times, but how often the candidates of the "
+                        "heads are right on the model's greedy answers; goes to accuracy.json")  # fmt: skip
+    parser.add_argument("--prompts", type=Path, help="JSON lines, for the drafters and --accuracy (default: those of "
+                        "the demo)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive_int, default=64, help="of each prompt")
     parser.add_argument("--out", type=Path, help="folder or file (default: the folder of the heads)")
     _drafters.add_arguments(parser)
@@ -63,10 +67,12 @@ def run(args: Namespace) -> int:
         setting = setting_of(args)
     except ValueError as error:
         raise SystemExit(f"specdec-kernels calibrate: {error}") from error
-    known = Calibration.load(out, setting) if args.keep_steps else None
+    known = Calibration.load(out, setting) if args.keep_steps and not args.accuracy else None
     model = load_model(args.model, dtype=getattr(torch, args.dtype), device=str(args.device))
     drafters = {name: _drafters.make(name, args, model) for name in args.drafter}
     model = prepare(model) if setting.prepared else model
+    if args.accuracy:
+        return _measure_accuracies(model, out, args)
     if known is None:
         steps = measure_steps(
             model,
@@ -77,8 +83,7 @@ def run(args: Namespace) -> int:
             max_tokens=args.max_tokens,
             repeats=args.repeats,
         )
-        command = shlex.join(["specdec-kernels", *(Path(a).name if "/" in a else a for a in args.argv)])
-        metadata = {"model": Path(args.model).name, "command": command, "torch": torch.__version__}
+        metadata = {"model": Path(args.model).name, "command": _command(args), "torch": torch.__version__}
         known = Calibration(setting, steps, metadata={**metadata, "specdec_kernels": __version__})
     _measure_drafters(known, drafters, model, load_tokenizer(args.model) if drafters else None, args)
     print_table(known, args.contexts[0])
@@ -87,14 +92,11 @@ def run(args: Namespace) -> int:
 
 
 def _measure_drafters(calibration: "Calibration", drafters: dict, model, tokenizer, args: Namespace) -> None:
-    from ..training.data import read_prompts
     from ..training.step_costs import profile_drafter
-    from .demo import PROMPTS
 
     if not drafters:
         return
-    chats = read_prompts(args.prompts) if args.prompts else [[{"role": "user", "content": text}] for text in PROMPTS]
-    prompts = [_ids(tokenizer, chat) for chat in chats]
+    prompts = [_ids(tokenizer, chat) for chat in _chats(args)]
     eos = model.generation_config.eos_token_id
     for name, drafter in drafters.items():
         calibration.drafters[name] = profile_drafter(
@@ -105,6 +107,37 @@ def _measure_drafters(calibration: "Calibration", drafters: dict, model, tokeniz
             max_new_tokens=args.max_new_tokens,
             eos_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
         )
+
+
+def _measure_accuracies(model, out: Path, args: Namespace) -> int:
+    """Write ``accuracy.json`` of the heads, which `tree optimize` chooses trees by."""
+    from ..hf.load import load_tokenizer
+    from ..modules.medusa import MedusaHeads
+    from ..training.calibrate import format_accuracies, save_accuracies
+    from ..training.prompt_accuracies import measure_on_prompts
+
+    weight = model.get_output_embeddings().weight
+    heads = MedusaHeads.from_pretrained(_drafters.folder_of("heads", args), dtype=weight.dtype, device=weight.device)
+    chats, tokenizer = _chats(args), load_tokenizer(args.model)
+    counter = measure_on_prompts(model, tokenizer, heads, chats, answer_len=args.max_new_tokens)
+    accuracies, totals = counter.accuracies(), counter.totals.tolist()
+    print(format_accuracies(accuracies, totals))
+    file = out if out.suffix == ".json" else out / "accuracy.json"
+    metadata = {"num_labels": totals, "split": f"greedy answers to {len(chats)} prompts", "command": _command(args)}
+    save_accuracies(file, accuracies, **metadata)
+    print(f"wrote {file}")
+    return 0
+
+
+def _command(args: Namespace) -> str:
+    return shlex.join(["specdec-kernels", *(Path(a).name if "/" in a else a for a in args.argv)])
+
+
+def _chats(args: Namespace) -> list[list[dict]]:
+    from ..training.data import read_prompts
+    from .demo import PROMPTS
+
+    return read_prompts(args.prompts) if args.prompts else [[{"role": "user", "content": text}] for text in PROMPTS]
 
 
 def _ids(tokenizer, chat: list[dict]) -> list[int]:
