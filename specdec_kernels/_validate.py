@@ -27,17 +27,42 @@ def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int | str
     ``check_shape("tree_attention", "k_cache", k, (2, "S", 8, 64))``
     """
     check_tensor(op, name, tensor)
-    # Written out: a generator costs more than the comparison, and ops in a model's inner loop pass here.
-    shape = tensor.shape
-    matches = len(shape) == len(expected)
-    if matches:
-        for have, want in zip(shape, expected, strict=True):
-            if not isinstance(want, str) and have != want:
-                matches = False
-                break
-    if not matches:
+    if not _has_shape(tensor, expected):
         want = "(" + ", ".join(str(e) for e in expected) + ("," if len(expected) == 1 else "") + ")"
         raise ValueError(f"{op}: {name} must have shape {want}, got {tuple(tensor.shape)}")
+
+
+def _has_shape(tensor: Tensor, expected: Sequence[int | str]) -> bool:
+    shape = tensor.shape
+    if len(shape) != len(expected):
+        return False
+    # A list: a generator costs more than the comparison, and ops in a model's inner loop pass here.
+    return not [want for have, want in zip(shape, expected, strict=True) if not isinstance(want, str) and have != want]
+
+
+def check_kind(
+    op: str,
+    name: str,
+    tensor: Tensor,
+    expected: Sequence[int | str],
+    allowed: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Check shape, dtype and device.
+
+    One test where nothing is wrong; the checks behind it find the words. Ops that run once a step come with cold
+    caches, where every function that is called costs some microseconds.
+    """
+    if not (
+        isinstance(tensor, Tensor)
+        and tensor.layout == torch.strided
+        and tensor.dtype in allowed
+        and tensor.device == device
+        and _has_shape(tensor, expected)
+    ):
+        check_shape(op, name, tensor, expected)
+        check_dtype(op, name, tensor, allowed)
+        check_device(op, name, tensor, device)
 
 
 def check_dtype(op: str, name: str, tensor: Tensor, allowed: Iterable[torch.dtype]) -> None:

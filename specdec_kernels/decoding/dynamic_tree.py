@@ -3,7 +3,8 @@
 import heapq
 import json
 import math
-from ctypes import c_float
+from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from .._validate import check_dtype, check_range, check_shape, values_readable
 from ..reference.medusa_project import topk_lowest_id
 
 # Up to so many paths to look at, a heap of Python numbers is faster than torch's dispatch on the CPU.
-_HOST_PATHS = 512
+HOST_PATHS = 512
 
 
 class GrownTrees(NamedTuple):
@@ -108,7 +109,7 @@ def grow_best_first(log_probs: Tensor, num_nodes: int) -> GrownTrees:
     roots = _roots(batch, log_probs.device)
     if budget == 0 or num_depths == 0:
         return roots
-    if 0 < batch * (budget + 1) * top_k <= _HOST_PATHS and values_readable(log_probs):
+    if 0 < batch * (budget + 1) * top_k <= HOST_PATHS and values_readable(log_probs):
         return _grown_on_host(log_probs.clamp_max(0.0), budget)
     scores, before, columns = _paths(log_probs.clamp_max(0.0), budget)
     _, chosen = topk_lowest_id(scores, budget)
@@ -148,7 +149,7 @@ def _paths(log_probs: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _grown_on_host(log_probs: Tensor, budget: int) -> GrownTrees:
     top_k = log_probs.shape[2]
-    trees = [_likeliest_paths(row, budget) for row in log_probs.tolist()]
+    trees = [likeliest_paths(row, budget) for row in log_probs.tolist()]
     columns = [[(depth - 1) * top_k + rank for depth, _, rank in tree] for tree in trees]
     parents = [[-1, *(parent for _, parent, _ in tree)] for tree in trees]
     depths = [[0, *(depth for depth, _, _ in tree)] for tree in trees]
@@ -156,22 +157,36 @@ def _grown_on_host(log_probs: Tensor, budget: int) -> GrownTrees:
     return GrownTrees(torch.tensor(columns, device=log_probs.device), *shapes.unbind())
 
 
-def _likeliest_paths(log_probs: list[list[float]], budget: int) -> list[tuple[int, int, int]]:
-    """Return depth, parent and rank of nodes 1 … ``budget``, likeliest first, of candidates ``[depth][rank]``."""
+def likeliest_paths(log_probs: Sequence[Sequence[float]], budget: int) -> list[tuple[int, int, int]]:
+    """Do for one row what `grow_best_first` does, on Python numbers.
+
+    Args:
+        log_probs: fp32 numbers, none above 0, ``[depth][rank]``.
+        budget: ``T − 1``, not more than there are paths.
+
+    Returns:
+        Depth, parent and rank of nodes 1 … T − 1, likeliest first.
+    """
     # What orders paths: NaN or not, how unlikely, depth, parent, rank. A parent leaves the heap before its children.
     heap: list[tuple[bool, float, int, int, int]] = []
     tree: list[tuple[int, int, int]] = []
     node, depth, cost = 0, 0, 0.0
     while len(tree) < budget:
-        for rank, log_prob in enumerate(log_probs[depth] if depth < len(log_probs) else ()):
-            longer = c_float(cost - log_prob).value  # rounded as a sum of fp32 tensors
-            is_nan = longer != longer
-            heapq.heappush(heap, (is_nan, 0.0 if is_nan else longer, depth + 1, node, rank))
+        if depth < len(log_probs):
+            longer = as_fp32([cost - log_prob for log_prob in log_probs[depth]])
+            for rank, path_cost in enumerate(longer):
+                is_nan = path_cost != path_cost
+                heapq.heappush(heap, (is_nan, 0.0 if is_nan else path_cost, depth + 1, node, rank))
         is_nan, cost, depth, parent, rank = heapq.heappop(heap)
         cost = math.nan if is_nan else cost
         tree.append((depth, parent, rank))
         node = len(tree)
     return tree
+
+
+def as_fp32(values: list[float]) -> list[float]:
+    """Round sums and differences of two fp32 numbers as fp32 tensors do."""
+    return array("f", values).tolist()
 
 
 def _roots(batch: int, device: torch.device) -> GrownTrees:

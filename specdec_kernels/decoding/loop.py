@@ -13,6 +13,7 @@ from .acceptance import Acceptance
 from .budget import Budget
 from .drafters.plain import root_alone
 from .drafting import DraftContext, first_nodes
+from .host import on_host, vector_of
 from .protocols import Draft, Drafter, LayerPlan, Target, TargetOutput
 from .randomness import uniforms_at
 from .stats import DecodeStats, PhaseClock
@@ -145,12 +146,11 @@ def decode(
             verification, processed = acceptance(*question), None
         else:
             process = partial(process_logits, draft=draft, emitted=rows.emitted)
-            _, active = rows.taken(prompt_ids.device)
+            _, active = rows.flags(prompt_ids.device)
             verification, processed = verify_processed(acceptance, *question, process, active)
-        answer = [verification.num_accepted[:, None], verification.output_ids, verification.accepted]
-        decided = torch.cat(answer, dim=1).tolist()
+        decided = on_host(*verification)
         clock.lap("verify")
-        rows.take(decided)
+        rows.take(*decided)
         step = Step(rows.tokens, rows.finished, rows.failed, draft, output, verification, processed)
         if stop is not None:
             rows.cut(stop(step))
@@ -201,9 +201,9 @@ def _steps(
             clock.lap("forward")
             step = judge(draft, output, target.prefix_len)
             context.learn(rows.accepted.values())
-            count, active = rows.taken(prompt_ids.device)
+            num_kept, (has_emitted, active) = rows.kept(step.verification), rows.flags(prompt_ids.device)
             clock.lap("emit")
-            target.commit(step.verification.accepted, (count - 1).clamp_min(0), count > 0)
+            target.commit(step.verification.accepted, num_kept, has_emitted)
             drafter.observe(draft, output, step.verification, active)
             rows.leave_out(target)
             clock.lap("compact")
@@ -235,6 +235,8 @@ class _Rows:
         self.failed = [False] * len(limits)
         self.accepted: dict[int, list[int]] = {}
         self.num_running = len(limits)
+        # What `flags` gave last, with the lists that it stands for.
+        self._flags: tuple[list[list[bool]], Any] = [], None
 
     @property
     def longest(self) -> int:
@@ -242,20 +244,16 @@ class _Rows:
         rows = zip(self.prompt_lengths, self.emitted, self.finished, strict=True)
         return max((length + len(emitted) for length, emitted, finished in rows if not finished), default=0)
 
-    def take(self, decided: list[list[int]]) -> None:
-        """Give each row what its limit and the EOS ids allow.
-
-        Args:
-            decided: of each row ``[num_accepted, *output_ids (N+1), *accepted (N)]``.
-        """
+    def take(self, output_ids: list[list[int]], num_accepted: list[int], accepted: list[list[int]]) -> None:
+        """Give each row what its limit and the EOS ids allow of a `Verification`."""
         running = [row for row, finished in enumerate(self.finished) if not finished]
         self.tokens = [[] for _ in self.limits]
         self.finished, self.failed = list(self.finished), list(self.failed)
         self.accepted = {}
         for row in running:
-            count, longest = decided[row][0], (len(decided[row]) - 2) // 2
-            ids = decided[row][1 : count + 2]
-            self.accepted[row] = decided[row][longest + 2 : longest + 2 + count]
+            count = num_accepted[row]
+            ids = output_ids[row][: count + 1]
+            self.accepted[row] = accepted[row][:count]
             self.failed[row] = ids[0] < 0
             self.tokens[row] = [] if self.failed[row] else self._allowed(row, ids)
             self.finished[row] |= self.failed[row]
@@ -293,14 +291,21 @@ class _Rows:
 
     def pending(self, device: torch.device) -> Tensor:
         """Return the last token of each row, ``(B,) int64``; 0, a token that nobody reads, for a row without any."""
-        return torch.tensor([emitted[-1] if emitted else 0 for emitted in self.emitted], device=device)
+        return vector_of([emitted[-1] if emitted else 0 for emitted in self.emitted], "q", device)
 
-    def taken(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return how many tokens each row has just emitted, ``(B,) int32``, and which rows go on, ``(B,) bool``."""
-        counts = torch.tensor(
-            [[len(tokens) for tokens in self.tokens], self.finished], dtype=torch.int32, device=device
-        )
-        return counts[0], counts[1] == 0
+    def kept(self, verification: Verification) -> Tensor:
+        """Return how many drafts each row has just kept, ``(B,) int32``; of one without new tokens it means nothing."""
+        num_accepted = verification.num_accepted
+        if all(len(self.tokens[row]) == len(path) + 1 for row, path in self.accepted.items()):
+            return num_accepted
+        return vector_of([max(0, len(tokens) - 1) for tokens in self.tokens], "i", num_accepted.device)
+
+    def flags(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return whether each row has just emitted anything, and whether it goes on, ``(B,) bool`` each."""
+        flags = [[len(tokens) > 0 for tokens in self.tokens], [not finished for finished in self.finished]]
+        if flags != self._flags[0]:  # most steps end no row
+            self._flags = flags, tuple(vector_of(rows, "b", device).view(torch.bool) for rows in flags)
+        return self._flags[1]
 
 
 def _checked_limits(

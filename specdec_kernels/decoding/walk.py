@@ -9,6 +9,7 @@ from torch import Tensor
 from .._validate import values_readable
 from ..types import Verification
 from .acceptance import Acceptance, GreedyAcceptance, RejectionAcceptance
+from .host import on_host
 from .protocols import Draft
 
 ProcessNodes = Callable[[Tensor, Tensor], Tensor]
@@ -53,6 +54,17 @@ def along_path(values: Tensor, verification: Verification) -> Tensor:
     """Gather ``values (B, T, …)`` at the root and the accepted nodes: ``(B, N+1, …)``, the root's again as padding."""
     nodes = F.pad(verification.accepted, (1, 0)).clamp_min(0).long()
     return values[torch.arange(len(nodes), device=nodes.device)[:, None], nodes]
+
+
+def at_last_node(values: Tensor, verification: Verification) -> Tensor:
+    """Take from ``values (B, T, …)`` what belongs to each row's last accepted node, the root if there is none."""
+    _, num_accepted, accepted = verification
+    if values_readable(num_accepted, accepted):
+        rows = zip(values, *on_host(accepted, num_accepted), strict=True)
+        return torch.stack([nodes[path[n - 1] if n else 0] for nodes, path, n in rows])
+    path = F.pad(accepted, (1, 0))
+    last = path.gather(1, num_accepted[:, None].long())[:, 0].long()
+    return values[torch.arange(len(last), device=values.device), last]
 
 
 def _walk(

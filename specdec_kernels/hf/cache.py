@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from ..decoding.host import on_host, vector_of
 from ..ops.kv_compact import kv_compact_
 from ._buffers import LayerBuffers
 
@@ -204,10 +205,22 @@ class TreeCache(Cache):
         Raises:
             RuntimeError: nothing was written yet.
         """
-        moved = torch.where(active, num_accepted, 0).to(torch.int32)
+        moved, lengths = self._after(num_accepted, active)
         kv_compact_(self.buffers, accepted, moved, self._prefix_len)
-        lengths = self._prefix_len + moved + active.to(torch.int32)
         self._set_lengths(lengths, longest=self._longest + accepted.shape[1] + 1)
+
+    def _after(self, num_accepted: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many drafts move in each row, none in those that are left alone, and the lengths after it."""
+        if not self._lengths_readable:
+            roots = active.to(torch.int32)
+            moved = num_accepted * roots
+            return moved, self._prefix_len + (moved + roots)
+        rows = zip(*on_host(num_accepted, active), strict=True)
+        counts = [count if goes_on else -1 for count, goes_on in rows]
+        if min(counts) < 0:
+            num_accepted = vector_of((max(0, count) for count in counts), "i", self._device)
+        lengths = (length + count + 1 for length, count in zip(self._prefix_len.tolist(), counts, strict=True))
+        return num_accepted, vector_of(lengths, "i", self._device)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` rows of every sequence, in the convention of transformers 5.

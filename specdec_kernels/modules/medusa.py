@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._validate import check_range
+from .._validate import check_range, check_values, values_readable
 from ..ops.decoder import rms_norm
 from ..ops.linear import linear
 from ..ops.medusa_project import medusa_project_topk
@@ -84,6 +84,8 @@ class MedusaHeads(nn.Module):
         b_root = nn.Parameter(torch.zeros(hidden_size, **options)) if root_conditioned else None
         self.register_parameter("w_root", w_root)
         self.register_parameter("b_root", b_root)
+        if vocab_map is not None and values_readable(vocab_map):
+            check_values("MedusaHeads", "vocab_map", vocab_map, 0, torch.iinfo(torch.int64).max)
         self.register_buffer("vocab_map", vocab_map if vocab_map is None else vocab_map.to(device))
         self.register_parameter("w_out", None)
         if own_projection:
@@ -166,11 +168,14 @@ class MedusaHeads(nn.Module):
         """
         count = self.num_heads if num_heads is None else num_heads
         check_range("MedusaHeads.topk", "num_heads", count, 1, self.num_heads)
+        w_res: Tensor = self.w_res
+        b_res: Tensor | None = self.b_res
         w_out = self._projection(lm_head_weight)
-        w_out = w_out[:count] if w_out.dim() == 3 else w_out
-        b_res = None if self.b_res is None else self.b_res[:count]
+        if count < self.num_heads:
+            w_res, b_res = w_res[:count], None if b_res is None else b_res[:count]
+            w_out = w_out[:count] if w_out.dim() == 3 else w_out
         x = self._with_root(hidden, root, few_rows=True)
-        return medusa_project_topk(x, self.w_res[:count], b_res, w_out, k, vocab_map=self.vocab_map)
+        return medusa_project_topk(x, w_res, b_res, w_out, k, vocab_map=self.vocab_map)
 
     def _blocks(self, hidden: Tensor, root: Tensor | None) -> Tensor:
         """``(…, C) → (M, n, C)``."""

@@ -6,6 +6,7 @@ from torch import Tensor
 from .._validate import (
     check_device,
     check_dtype,
+    check_kind,
     check_last_stride,
     check_no_grad,
     check_number,
@@ -59,9 +60,7 @@ def check_draft(
 
 def check_vocab_map(op: str, vocab_map: Tensor, target: Tensor) -> None:
     """Check offsets ``(V',)``: every draft id j lands on a target id ``j + vocab_map[j]``."""
-    check_shape(op, "draft_vocab_map", vocab_map, ("V'",))
-    check_dtype(op, "draft_vocab_map", vocab_map, (torch.int64,))
-    check_device(op, "draft_vocab_map", vocab_map, target.device)
+    check_kind(op, "draft_vocab_map", vocab_map, ("V'",), (torch.int64,), target.device)
     if vocab_map.shape[0] == 0:
         raise ValueError(f"{op}: draft_vocab_map must have shape (V',) with V' >= 1, got (0,)")
     if values_readable(vocab_map):
@@ -71,12 +70,8 @@ def check_vocab_map(op: str, vocab_map: Tensor, target: Tensor) -> None:
 
 def check_randomness(op: str, temperature: Tensor, uniforms: Tensor, shape: tuple[int, int], target: Tensor) -> None:
     """Check temperature ``(B,)`` and uniforms ``(B, T)``, kinds and values."""
-    check_shape(op, "temperature", temperature, shape[:1])
-    check_dtype(op, "temperature", temperature, (torch.float32,))
-    check_shape(op, "uniforms", uniforms, shape)
-    check_dtype(op, "uniforms", uniforms, _UNIFORMS)
-    check_device(op, "temperature", temperature, target.device)
-    check_device(op, "uniforms", uniforms, target.device)
+    check_kind(op, "temperature", temperature, shape[:1], (torch.float32,), target.device)
+    check_kind(op, "uniforms", uniforms, shape, _UNIFORMS, target.device)
     if values_readable(temperature, uniforms) and shape[0]:
         low, high = (float(v) for v in torch.aminmax(temperature))
         # Written so that NaN fails.
@@ -91,9 +86,7 @@ def check_lengths(op: str, name: str, lengths: Tensor | None, num_rows: int, lar
     """Check per-row lengths ``(B,)`` in 0…largest; None means all are the largest."""
     if lengths is None:
         return
-    check_shape(op, name, lengths, (num_rows,))
-    check_dtype(op, name, lengths, (torch.int32,))
-    check_device(op, name, lengths, target.device)
+    check_kind(op, name, lengths, (num_rows,), (torch.int32,), target.device)
     if values_readable(lengths):
         check_values(op, name, lengths, 0, largest)
 
@@ -102,9 +95,7 @@ def check_parents(op: str, parents: Tensor, num_nodes: Tensor | None, shape: tup
     """Check parents ``(B or 1, T)``: −1 for the root, then ``0 <= parents[i] < i`` for the nodes in use."""
     check_tensor(op, "parents", parents)
     num_rows = 1 if parents.shape[:1] == (1,) else shape[0]
-    check_shape(op, "parents", parents, (num_rows, shape[1]))
-    check_dtype(op, "parents", parents, (torch.int32,))
-    check_device(op, "parents", parents, target.device)
+    check_kind(op, "parents", parents, (num_rows, shape[1]), (torch.int32,), target.device)
     if values_readable(parents, num_nodes) and not _are_topological(parents, num_nodes):
         nodes = torch.arange(shape[1], dtype=torch.int32)
         is_wrong = (parents >= nodes) | (parents < nodes.clamp(max=1) - 1)

@@ -11,6 +11,7 @@ from .._registry import define_op
 from .._validate import (
     check_device,
     check_dtype,
+    check_kind,
     check_last_stride,
     check_no_grad,
     check_shape,
@@ -146,9 +147,7 @@ def paged_kv_compact_(
     """
     op = "paged_kv_compact_"
     _check_indices(op, accepted, num_accepted, prefix_len)
-    check_shape(op, "block_table", block_table, (accepted.shape[0], "max_pages"))
-    check_dtype(op, "block_table", block_table, _INT32)
-    check_device(op, "block_table", block_table, accepted.device)
+    check_kind(op, "block_table", block_table, (accepted.shape[0], "max_pages"), _INT32, accepted.device)
     if new_len is not None:
         _check_new_len(op, new_len, prefix_len, num_accepted=num_accepted, accepted=accepted, block_table=block_table)
     if isinstance(caches, Tensor):
@@ -175,25 +174,12 @@ def _check_indices(op: str, accepted: Tensor, num_accepted: Tensor, prefix_len: 
     check_shape(op, "accepted", accepted, ("B", "N"))
     batch, device = accepted.shape[0], accepted.device
     check_dtype(op, "accepted", accepted, _INT32)
-    for name, tensor in (("num_accepted", num_accepted), ("prefix_len", prefix_len)):
-        # One test where nothing is wrong; the checks behind it find the words. The op runs once a step, within
-        # microseconds.
-        if not (
-            isinstance(tensor, Tensor)
-            and tensor.layout == torch.strided
-            and tensor.shape == (batch,)
-            and tensor.dtype == torch.int32
-            and tensor.device == device
-        ):
-            check_shape(op, name, tensor, (batch,))
-            check_dtype(op, name, tensor, _INT32)
-            check_device(op, name, tensor, device)
+    check_kind(op, "num_accepted", num_accepted, (batch,), _INT32, device)
+    check_kind(op, "prefix_len", prefix_len, (batch,), _INT32, device)
 
 
 def _check_new_len(op: str, new_len: Tensor, prefix_len: Tensor, **others: Tensor) -> None:
-    check_shape(op, "new_len", new_len, tuple(prefix_len.shape))
-    check_dtype(op, "new_len", new_len, _INT32)
-    check_device(op, "new_len", new_len, prefix_len.device)
+    check_kind(op, "new_len", new_len, tuple(prefix_len.shape), _INT32, prefix_len.device)
     if len(prefix_len) > 1 and new_len.stride(0) == 0:
         raise ValueError(f"{op}: new_len must not be expanded, got strides {new_len.stride()}")
     for name, tensor in {"prefix_len": prefix_len, **others}.items():

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._ops import ops
 from .._registry import define_op
-from .._validate import check_device, check_dtype, check_last_stride, check_no_grad, check_shape, check_tensor
+from .._validate import check_dtype, check_kind, check_last_stride, check_no_grad, check_tensor
 from ..reference.linear import gated_linear_ref, linear_ref
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -144,8 +144,6 @@ def _check_input(op: str, x: Tensor) -> int:
 
 
 def _check_like(op: str, name: str, tensor: Tensor, shape: tuple[int | str, ...], x: Tensor) -> None:
-    check_shape(op, name, tensor, shape)
-    check_dtype(op, name, tensor, (x.dtype,))
-    check_device(op, name, tensor, x.device)
+    check_kind(op, name, tensor, shape, (x.dtype,), x.device)
     check_last_stride(op, name, tensor)
     check_no_grad(op, **{name: tensor})

@@ -114,7 +114,7 @@ def mask_from_parents(parents: Tensor) -> Tensor:
         )
     if values_readable(parents):
         if 0 < parents.numel() <= HOST_NODES and parents.shape[-1] <= WORD_BITS:
-            trees = [_ancestor_words(row) for row in parents.reshape(-1, parents.shape[-1]).tolist()]
+            trees = [ancestor_words(row) for row in parents.reshape(-1, parents.shape[-1]).tolist()]
             if all(trees):
                 return torch.tensor(trees, device=parents.device).view(*parents.shape, 1)
         _check_topological(parents)
@@ -138,7 +138,7 @@ def mask_from_parents(parents: Tensor) -> Tensor:
     return masks[:, :num_nodes].reshape(*parents.shape, words.shape[0]).contiguous()
 
 
-def _ancestor_words(parents: list[int]) -> list[int]:
+def ancestor_words(parents: list[int]) -> list[int]:
     """Return the words of a tree of at most 64 nodes; none for what is no topological tree."""
     words: list[int] = []
     for node, parent in enumerate(parents):

@@ -56,7 +56,8 @@ class WatchedDrafter(DraftModelDrafter):
         super().observe(draft, output, verification, active)
         for row, count in enumerate(verification.num_accepted.tolist()):
             if active[row]:
-                self.num_accepted[row].add((count, int(draft.num_nodes[row]) - 1))
+                num_nodes = draft.ids.shape[1] if draft.num_nodes is None else int(draft.num_nodes[row])
+                self.num_accepted[row].add((count, num_nodes - 1))
 
 
 def test_its_cache_is_in_step_after_partial_and_full_acceptance():

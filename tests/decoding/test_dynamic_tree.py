@@ -69,7 +69,7 @@ def test_the_heap_and_the_levels_grow_the_same(bad, monkeypatch):
     log_probs = torch.randn(4, 4, 7).log_softmax(-1) + torch.tensor([0.0, -1e5, -1e7, -1e9])[:, None, None]
     log_probs[torch.rand(4, 4, 7) < 0.2] = bad
     trees = grow_best_first(log_probs, 15)
-    monkeypatch.setattr("specdec_kernels.decoding.dynamic_tree._HOST_PATHS", 0)
+    monkeypatch.setattr("specdec_kernels.decoding.dynamic_tree.HOST_PATHS", 0)
     expected = grow_best_first(log_probs, 15)
     for tree, other in zip(trees, expected, strict=True):
         assert torch.equal(tree, other)

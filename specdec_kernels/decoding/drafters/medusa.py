@@ -5,17 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..._validate import values_readable
 from ...modules import MedusaHeads
 from ...tree import DraftTree, load_metadata, mask_from_parents
 from ...tree.mask import num_words
 from ...tree.presets import preset
 from ...types import Verification
 from ..drafting import DraftContext
-from ..dynamic_tree import DynamicTree, grow_best_first, num_grown
+from ..dynamic_tree import HOST_PATHS, DynamicTree, as_fp32, grow_best_first, likeliest_paths, num_grown
+from ..host_trees import HostTree, draft_of
 from ..protocols import Draft, TargetOutput
+from ..walk import at_last_node
 
 TREE_FILE = "tree.json"
 DEFAULT_TREE = "mc_sim_7b_63"
@@ -89,25 +91,45 @@ class MedusaDrafter:
         Raises:
             RuntimeError: `begin` was not called.
         """
-        if self._hidden is None:
-            raise RuntimeError("MedusaDrafter.propose: call begin first")
-        limit = self.max_nodes if self._context is None else self._context.max_nodes
-        layout, ids = self._layout.limited(limit), pending[:, None]
+        # The tensors of a fixed shape are there already.
+        if self._layout.is_dynamic and self.drafts_on_host(pending):
+            return draft_of(self.trees(pending), pending.device)
+        layout, ids = self._limited_layout(), pending[:, None]
         if layout.max_depth == 0:
             return Draft(ids, layout.parents, layout.mask, layout.depths, 0)
-        root = None if self._embedding is None else F.embedding(pending, self._embedding)
-        values, candidates, lse = self.heads.topk(
-            self._hidden, layout.top_k, self._shared_weight, root, num_heads=layout.max_depth
-        )
+        values, candidates, lse = self._candidates(pending, layout)
         layout = layout.grown(values - lse[..., None])
         drafts = candidates.flatten(1).gather(1, layout.columns.expand(len(pending), -1))
         return Draft(torch.cat([ids, drafts], dim=1), layout.parents, layout.mask, layout.depths, layout.max_depth)
 
+    def drafts_on_host(self, pending: Tensor) -> bool:
+        """Say whether the candidates are so few, and so near, that lists are faster."""
+        layout = self._layout
+        return 0 < len(pending) * layout.num_nodes * layout.top_k <= HOST_PATHS and values_readable(pending)
+
+    @torch.no_grad()
+    def trees(self, pending: Tensor) -> list[HostTree]:
+        """Do what `propose` does, in lists."""
+        layout, roots = self._limited_layout(), pending.tolist()
+        if layout.max_depth == 0:
+            return [HostTree([root], [-1]) for root in roots]
+        rows = zip(roots, *(part.tolist() for part in self._candidates(pending, layout)), strict=True)
+        return [layout.tree(*row) for row in rows]
+
+    def _limited_layout(self) -> "_Layout":
+        if self._hidden is None:
+            raise RuntimeError("MedusaDrafter.propose: call begin first")
+        return self._layout.limited(self.max_nodes if self._context is None else self._context.max_nodes)
+
+    def _candidates(self, pending: Tensor, layout: "_Layout") -> tuple[Tensor, Tensor, Tensor]:
+        """Ask the heads; returns what `MedusaHeads.topk` does."""
+        assert self._hidden is not None
+        root = None if self._embedding is None else self._embedding.index_select(0, pending)
+        return self.heads.topk(self._hidden, layout.top_k, self._shared_weight, root, num_heads=layout.max_depth)
+
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
         """Keep the hidden state of each row's last accepted node; ended rows need none, so ``active`` is not read."""
-        path = F.pad(verification.accepted, (1, 0))  # the root, node 0, comes first
-        last = path.gather(1, verification.num_accepted[:, None].long()).long()
-        self._hidden = output.hidden.gather(1, last[:, :, None].expand(-1, 1, output.hidden.shape[2]))[:, 0]
+        self._hidden = at_last_node(output.hidden, verification)
 
     @classmethod
     def from_pretrained(
@@ -152,7 +174,7 @@ class _Layout:
     """Where candidates go, and the tensors that say so; of a `DynamicTree` they come with each step's `grown`."""
 
     def __init__(self, tree: DraftTree | DynamicTree, num_heads: int, num_rows: int | None, device: torch.device):
-        self._dynamic = isinstance(tree, DynamicTree)
+        self.is_dynamic = isinstance(tree, DynamicTree)
         if isinstance(tree, DynamicTree):
             self._grows(tree, num_heads, num_rows)
             tree = DraftTree.chain(0)
@@ -161,7 +183,8 @@ class _Layout:
             self.top_k, self.max_depth, self.num_nodes = max(tree.ranks) + 1, tree.max_depth, tree.num_nodes
         self._depths_of_nodes = tree.depths
         places = [(depth - 1) * self.top_k + rank for depth, rank in zip(tree.depths, tree.ranks, strict=True)]
-        self.columns = torch.tensor(places[1:], dtype=torch.int64, device=device)[None]
+        self._places, self._parents = places[1:], list(tree.parents)
+        self.columns = torch.tensor(self._places, dtype=torch.int64, device=device)[None]
         self.parents = tree.to_parents_tensor(device)[None]
         self.mask = tree.to_packed_mask(device)[None]
         self.depths = tree.to_depths_tensor(device)[None]
@@ -178,7 +201,7 @@ class _Layout:
             return self
         layout = copy.copy(self)
         layout.num_nodes = limit
-        if self._dynamic:
+        if self.is_dynamic:
             layout.max_depth = min(self.max_depth, limit - 1)
             return layout
         layout.columns, layout.parents, layout.depths = (
@@ -190,12 +213,25 @@ class _Layout:
 
     def grown(self, log_probs: Tensor) -> "_Layout":
         """Return the layout for candidates of these log-probabilities ``(B, M, K)``; this one when it is fixed."""
-        if not self._dynamic:
+        if not self.is_dynamic:
             return self
         layout = copy.copy(self)
         layout.columns, layout.parents, layout.depths = grow_best_first(log_probs, self.num_nodes)
         layout.mask = mask_from_parents(layout.parents)
         return layout
+
+    def tree(self, root: int, values: list[list[float]], candidates: list[list[int]], lse: list[float]) -> HostTree:
+        """Return the tree of a row's candidates, of which `MedusaHeads.topk` gives ``[depth][rank]``."""
+        if not self.is_dynamic:
+            places, parents = self._places[: self.num_nodes - 1], self._parents[: self.num_nodes]
+            return HostTree([root, *(candidates[place // self.top_k][place % self.top_k] for place in places)], parents)
+        log_probs = [
+            [min(log_prob, 0.0) for log_prob in as_fp32([value - total for value in row])]
+            for row, total in zip(values, lse, strict=True)
+        ]
+        paths = likeliest_paths(log_probs, num_grown(self.num_nodes, self.max_depth, self.top_k) - 1)
+        ids = [candidates[depth - 1][rank] for depth, _, rank in paths]
+        return HostTree([root, *ids], [-1, *(parent for _, parent, _ in paths)])
 
 
 def _load_tree(path: Path) -> tuple[DraftTree | DynamicTree, dict[str, Any]]:

@@ -8,6 +8,7 @@ from ..._validate import check_range, values_readable
 from ...tree.mask import HOST_NODES, depths_from_mask, mask_from_parents
 from ...types import Verification
 from ..drafting import DraftContext, first_nodes
+from ..host_trees import HostTree, draft_of, drafts_on_host, graft_tree, trees_of
 from ..protocols import Draft, Drafter, TargetOutput
 
 
@@ -72,8 +73,10 @@ class MergedDrafter:
     @torch.no_grad()
     def propose(self, pending: Tensor) -> Draft:
         """Return the merged tree below the pending tokens ``(B,) int64``."""
+        if self.drafts_on_host(pending):
+            return draft_of(self.trees(pending), pending.device)
         first, *others = self.drafters
-        limit = self._max_nodes if self._context is None else min(self._max_nodes, self._context.max_nodes)
+        limit = self._limit
         trunk = merged = first_nodes(first.propose(pending), limit)
         for drafter in () if _is_full(trunk, limit) else others:
             merged = graft(merged, drafter.propose(pending), limit)
@@ -87,6 +90,27 @@ class MergedDrafter:
             new, *_ = run_nodes(new_ids, merged.tree_mask, merged.depths[:, start:], start)
             hidden = torch.cat([hidden, new], dim=1)
         return merged._replace(hidden=hidden)
+
+    def drafts_on_host(self, pending: Tensor) -> bool:
+        """Say whether all drafters do."""
+        return all(drafts_on_host(drafter, pending) for drafter in self.drafters)
+
+    def trees(self, pending: Tensor) -> list[HostTree]:
+        """Do what `propose` does, in lists, where all drafters can."""
+        first, *others = (drafter for drafter in self.drafters if drafts_on_host(drafter, pending))
+        limit = self._limit
+        trees = [HostTree(tree.ids[:limit], tree.parents[:limit]) for tree in first.trees(pending)]
+        for drafter in others:
+            if all(len(tree.ids) == limit for tree in trees):
+                break
+            pairs = zip(trees, drafter.trees(pending), strict=True)
+            trees = [graft_tree(tree, branch, limit) for tree, branch in pairs]
+        return trees
+
+    @property
+    def _limit(self) -> int:
+        """Nodes of the present draft."""
+        return self._max_nodes if self._context is None else min(self._max_nodes, self._context.max_nodes)
 
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
         """Tell every drafter what became of the merged tree."""
@@ -122,10 +146,14 @@ def graft(trunk: Draft, branch: Draft, max_nodes: int) -> Draft:
     if branch.logits is not None:
         raise ValueError("MergedDrafter: only the first drafter may draw its tokens; got logits from another one")
     batch, size = trunk.ids.shape
-    grown = _grow(trunk, branch, min(max_nodes, size + branch.ids.shape[1] - 1))
-    if grown is None:
+    if branch.ids.shape[1] == 1:
         return trunk
-    ids, parents, used = grown
+    width = min(max_nodes, size + branch.ids.shape[1] - 1)
+    if trunk.logits is None and 0 < batch * width <= HOST_NODES and values_readable(trunk.ids, branch.ids):
+        pairs = zip(trees_of(trunk), trees_of(branch), strict=True)
+        merged = draft_of([graft_tree(tree, other, width) for tree, other in pairs], trunk.ids.device)
+        return merged._replace(num_layers_run=trunk.num_layers_run, hidden=trunk.hidden)
+    ids, parents, used = _grow(trunk, branch, width)
     width = max(int(used.max()), 1) if batch and values_readable(used) else ids.shape[1]
     ids, parents = ids[:, :width], parents[:, :width]
     mask = mask_from_parents(parents)
@@ -140,13 +168,13 @@ def graft(trunk: Draft, branch: Draft, max_nodes: int) -> Draft:
     return merged if trunk.logits is None else merged._replace(logits=_logits(trunk, parents, used))
 
 
-def _grow(trunk: Draft, branch: Draft, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return ids and parents ``(B, width)`` and the nodes in use ``(B, 1)``; None when there is nothing to add."""
+def _grow(trunk: Draft, branch: Draft, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `graft_tree` does without waiting for a device.
+
+    Returns:
+        Ids and parents ``(B, width)`` and the nodes in use ``(B, 1)``.
+    """
     batch, size = trunk.ids.shape
-    if branch.ids.shape[1] == 1:
-        return None
-    if trunk.logits is None and 0 < batch * width <= HOST_NODES and values_readable(trunk.ids, branch.ids):
-        return _grow_on_host(trunk, branch, width)
     ids = F.pad(trunk.ids, (0, width - size))
     parents = F.pad(trunk.parents.expand(batch, -1).long(), (0, width - size))
     trunk_used, branch_used = _num_nodes(trunk), _num_nodes(branch)
@@ -170,44 +198,6 @@ def _grow(trunk: Draft, branch: Draft, width: int) -> tuple[Tensor, Tensor, Tens
         ids, parents = torch.where(is_here, token, ids), torch.where(is_here, parent, parents)
         used = used + is_new.long()
     return ids, parents, used
-
-
-def _grow_on_host(trunk: Draft, branch: Draft, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `_grow` does for few nodes, in lists, which are faster there than torch's dispatch."""
-    all_ids, all_parents, all_used = [], [], []
-    for ids, parents, used, new_ids, new_parents, count in zip(*_lists(trunk), *_lists(branch), strict=True):
-        ids, parents = ids[:used] + [0] * (width - used), parents[:used] + [0] * (width - used)
-        children: dict[tuple[int, int], int] = {}
-        for node in range(1, used):
-            children.setdefault((parents[node], ids[node]), node)
-        # Where each node of the branch is in the merged tree; one that found no room is nowhere, as are those below.
-        places = {0: 0}
-        for node in range(1, count):
-            parent = places.get(new_parents[node])
-            if parent is None:
-                continue
-            place = children.setdefault((parent, new_ids[node]), used)
-            if place == width:
-                continue
-            places[node] = place
-            if place == used:
-                ids[used], parents[used] = new_ids[node], parent
-                used += 1
-        all_ids.append(ids)
-        all_parents.append(parents)
-        all_used.append([used])
-    device = trunk.ids.device
-    return (
-        torch.tensor(all_ids, device=device),
-        torch.tensor(all_parents, device=device),
-        torch.tensor(all_used, device=device),
-    )
-
-
-def _lists(draft: Draft) -> tuple[list[list[int]], list[list[int]], list[int]]:
-    """Return ids, parents and numbers of nodes in use of every row."""
-    batch = draft.ids.shape[0]
-    return draft.ids.tolist(), draft.parents.expand(batch, -1).tolist(), _num_nodes(draft)[:, 0].tolist()
 
 
 def _num_nodes(draft: Draft) -> Tensor:

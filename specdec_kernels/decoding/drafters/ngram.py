@@ -3,15 +3,13 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 from ..._validate import check_range
-from ...tree.mask import depths_from_mask, mask_from_parents
 from ...types import Verification
-from ..drafting import ChainLayout, DraftContext
+from ..drafting import DraftContext
+from ..host_trees import HostTree, draft_of
 from ..protocols import Draft, TargetOutput
-from .plain import root_alone
 
 # Further places looked at for each branch wanted: many places of a frequent word go on alike.
 _PLACES_PER_BRANCH = 4
@@ -111,7 +109,6 @@ class NGramDrafter:
         rows = zip(prompt_ids.tolist(), prompt_len.tolist(), strict=True)
         self._texts = [SuffixIndex(self.min_ngram, self.max_ngram, ids[:length]) for ids, length in rows]
         self._num_indexed = [0] * len(self._texts)
-        self._layout = ChainLayout(self.max_drafts + 1, prompt_ids.device)
 
     def propose(self, pending: Tensor) -> Draft:
         """Return the continuations below the pending tokens ``(B,) int64``, as wide as the longest row's.
@@ -119,33 +116,26 @@ class NGramDrafter:
         Raises:
             RuntimeError: there was no `bind` and `begin`.
         """
+        return draft_of(self.trees(pending), pending.device)
+
+    def drafts_on_host(self, pending: Tensor) -> bool:
+        """Say that it always does."""
+        return True
+
+    def trees(self, pending: Tensor) -> list[HostTree]:
+        """Do what `propose` does, in lists; what was emitted is known there, and ``pending`` not read."""
         if self._context is None:
             raise RuntimeError("NGramDrafter.propose: it works only inside decode, which calls bind and begin")
-        trees = [self._tree(row, tokens) for row, tokens in enumerate(self._context.emitted)]
-        num_nodes = [len(ids) for ids, _ in trees]
-        width = max(num_nodes, default=1)
-        if width == 1:
-            return root_alone(pending[:, None])
-        device = pending.device
-        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in trees], device=device)
-        used = torch.tensor(num_nodes, dtype=torch.int32, device=device)
-        if self.num_branches == 1:
-            layout = self._layout
-            shape = layout.parents(width), layout.mask(width), layout.depths(width)
-            return Draft(ids, *shape, width - 1, num_nodes=used)
-        padded = [parents + [0] * (width - len(parents)) for _, parents in trees]
-        parents = torch.tensor(padded, dtype=torch.int32, device=device)
-        mask = mask_from_parents(parents)
-        return Draft(ids, parents, mask, depths_from_mask(mask), min(width - 1, self.max_drafts), num_nodes=used)
+        return [self._tree(row, tokens) for row, tokens in enumerate(self._context.emitted)]
 
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
         """Learn nothing: `propose` reads what was emitted."""
 
-    def _tree(self, row: int, emitted: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return ids and parents of a row's tree, the root first."""
+    def _tree(self, row: int, emitted: Sequence[int]) -> HostTree:
+        """Return a row's tree."""
         ids, parents = [emitted[-1] if emitted else 0], [-1]
         if self._context is None or self._context.finished[row]:
-            return ids, parents
+            return HostTree(ids, parents)
         text = self._texts[row]
         text.extend(emitted[self._num_indexed[row] :])
         self._num_indexed[row] = len(emitted)
@@ -162,4 +152,4 @@ class NGramDrafter:
             branches += len(ids) > before
             if branches == self.num_branches:
                 break
-        return ids, parents
+        return HostTree(ids, parents)
