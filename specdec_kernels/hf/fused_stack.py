@@ -1,7 +1,16 @@
-"""All decoder layers as one call of ours, `specdec_kernels.decoder_layers_`: what a step takes beside it is little."""
+"""All decoder layers as one call of ours, `specdec_kernels.decoder_layers_`: what a step takes beside it is little.
+
+Layers that somebody hooked, exchanged or stands in for run by themselves, those between them in one call each::
+
+    layers              0     1     2     3     4     5
+    a whole step       [one call                       ]
+    a hook at 1        [one ] run  [one call           ]
+    layers 2 … 5        pass  enter[one call           ]
+"""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -29,7 +38,7 @@ def fused_stack(config: PreTrainedConfig, decoder: Any, cache_argument: str) -> 
 
 
 class FusedStack(OwnForward):
-    """The ``forward`` of a decoder for whole steps of `HFTarget`; every other call goes to the decoder's class.
+    """The ``forward`` of a decoder for steps of `HFTarget`; every other call goes to the decoder's class.
 
     Args:
         decoder: with embeddings, layers, angles and a norm.
@@ -55,28 +64,42 @@ class FusedStack(OwnForward):
         state: Any = kwargs.get("tree_state")
         cache: Any = kwargs.get(self._cache_argument)
         if not args and state is not None and not state.first_node and self._takes(cache, kwargs):
-            weights, biases, biased = self._parameters()
+            stretches = self._stretches()
+            weights, biases, biased = self._parameters() if stretches else ([], [], [])
             if weights and self.is_usable(weights[0]):
-                hidden = self._run(weights, biases, biased, cache, state, kwargs)
+                hidden = self._run(stretches, (weights, biases, biased), cache, state, kwargs)
                 return BaseModelOutputWithPast(last_hidden_state=hidden, **{self._cache_argument: cache})
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _takes(self, cache: Any, kwargs: dict[str, Any]) -> bool:
-        """Say whether the inputs are those of a step, and the layers those that this was made for."""
+        """Say whether the inputs are those of a step, and the layers as many as this was made for."""
         return (
             isinstance(cache, TreeCache)
             and cache.dtype in (None, DTYPE)
             and kwargs.get("inputs_embeds") is None
             and kwargs.get("input_ids") is not None
             and kwargs.get("position_ids") is not None
-            and [*self.module._modules["layers"]._modules.values()] == self._layers
+            and len(self.module._modules["layers"]._modules) == len(self._layers)
         )
 
+    def _stretches(self) -> list[tuple[int, int]]:
+        """Return first and end of each stretch of layers that run in one call; those between run by themselves."""
+        found, first = [], 0
+        present = self.module._modules["layers"]._modules.values()
+        for i, (layer, own, forward) in enumerate(zip(present, self._layers, self._forwards, strict=True)):
+            if (
+                layer is not own
+                or layer._forward_hooks
+                or layer._forward_pre_hooks
+                or vars(layer).get("forward") is not forward
+            ):
+                found.append((first, i))
+                first = i + 1
+        found.append((first, len(self._layers)))
+        return [(first, end) for first, end in found if first < end]
+
     def _parameters(self) -> tuple[list[Tensor], list[Tensor], list[int]]:
-        """Return all weights, all biases and which have one; no weights where a layer is to run by itself."""
-        for layer, forward in zip(self._layers, self._forwards, strict=True):
-            if layer._forward_hooks or layer._forward_pre_hooks or vars(layer).get("forward") is not forward:
-                return [], [], []
+        """Return all weights, all biases and which have one; no weights where parts of a layer run by themselves."""
         weights = unhindered_weights(self._parts)
         if weights is None:
             return [], [], []
@@ -92,30 +115,28 @@ class FusedStack(OwnForward):
 
     def _run(
         self,
-        weights: list[Tensor],
-        biases: list[Tensor],
-        biased: list[int],
+        stretches: list[tuple[int, int]],
+        parameters: tuple[list[Tensor], list[Tensor], list[int]],
         cache: TreeCache,
         state: TreeState,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        decoder, first = self.module, self._forwards[0]
-        ids = kwargs["input_ids"]
-        # The call writes to it: nobody else's.
-        hidden = decoder.embed_tokens(ids).contiguous()
-        hidden = hidden.clone() if decoder.embed_tokens._forward_hooks else hidden
-        cos, sin = decoder.rotary_emb(hidden, position_ids=kwargs["position_ids"])
-        ops.decoder_layers_.default(
-            *(hidden, weights, cos, sin, cache.claim_layers(hidden.new_empty(*ids.shape, *first.kv_shape))),
-            *(state.tree_mask, state.prefix_len),
-            biases=biases,
-            biased=biased,
-            slots=None if state.slots is None else state.slots[:, 0],
-            windows=self._windows,
-            rotated=self._rotated,
-            scale=first.scale,
-            eps=first.eps,
-        )
+        decoder, first, ids, at = self.module, self._forwards[0], kwargs["input_ids"], 0
+        hidden = decoder.embed_tokens(ids)
+        angles = decoder.rotary_emb(hidden, position_ids=kwargs["position_ids"])
+        buffers = cache.claim_layers(hidden.new_empty(*ids.shape, *first.kv_shape))
+        is_ours = not decoder.embed_tokens._forward_hooks
+        options = {name: value for name, value in kwargs.items() if name not in ("input_ids", "inputs_embeds")}
+        options |= {"attention_mask": None, "position_embeddings": angles}
+        layers = [*decoder._modules["layers"]._modules.values()]
+        for begin, end in [*stretches, (len(layers), len(layers))]:
+            for layer in layers[at:begin]:
+                hidden, is_ours = layer(hidden, **options), False
+            if begin < end:
+                # The call writes to it: nobody else's.
+                hidden = hidden.contiguous() if is_ours else hidden.clone(memory_format=torch.contiguous_format)
+                self._run_stretch(begin, end, hidden, parameters, angles, buffers, state)
+            at = end
         norm = decoder.norm
         if (
             type(norm) is not self._norm_type
@@ -125,3 +146,29 @@ class FusedStack(OwnForward):
         ):
             return norm(hidden)
         return ops.rms_norm.default(hidden, norm.weight, norm.variance_epsilon)
+
+    def _run_stretch(
+        self,
+        begin: int,
+        end: int,
+        hidden: Tensor,
+        parameters: tuple[list[Tensor], list[Tensor], list[int]],
+        angles: tuple[Tensor, Tensor],
+        buffers: list[Tensor],
+        state: TreeState,
+    ) -> None:
+        (weights, biases, biased), first = parameters, self._forwards[0]
+        if (begin, end) != (0, len(self._layers)):
+            count, num_biases = len(weights) // len(self._layers), len(biased)
+            weights, biases = weights[count * begin : count * end], biases[num_biases * begin : num_biases * end]
+            buffers = buffers[2 * begin : 2 * end]
+        ops.decoder_layers_.default(
+            *(hidden, weights, *angles, buffers, state.tree_mask, state.prefix_len),
+            biases=biases,
+            biased=biased,
+            slots=None if state.slots is None else state.slots[:, 0],
+            windows=self._windows[begin:end],
+            rotated=self._rotated[begin:end],
+            scale=first.scale,
+            eps=first.eps,
+        )
