@@ -3,30 +3,25 @@
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from .._chart import Panel, line_chart
-from ..decoding.budget import SIZES
 from ..tree import (
     DraftTree,
-    SizedTree,
     draw_svg,
     draw_text,
     expected_tokens,
-    fastest_tree,
     optimize_tree,
     preset,
     preset_names,
     preset_source,
 )
-from ._arguments import add_setting_arguments, positive_int, setting_of
+from ._arguments import add_setting_arguments, positive_int
+from ._fastest import DYNAMIC_NODES, LARGEST, calibrated, fastest, fastest_dynamic
+from ._tree_tables import describe, measures, print_table
 
 FORMATS = ("choices", "parents", "retrieve_indices")
 BUDGETS = (4, 8, 16, 32, 64)
-# Trees tried where a machine decides.
-LARGEST = 128
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -64,6 +59,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     machine.add_argument("--batch-size", type=positive_int, default=1)
     machine.add_argument("--context", type=positive_int, default=256, help="tokens of each row")
     machine.add_argument("--drafter", default="medusa", help="whose drafting time counts, if it was measured")
+    machine.add_argument("--dynamic", action="store_true", help="size a tree that is chosen anew at each step, by how "
+                         "often its nodes were accepted; up to the size that was measured (with --model: --nodes, by "
+                         f"default {DYNAMIC_NODES})")  # fmt: skip
     machine.add_argument("--svg", type=Path, metavar="OUT", help="plot tokens per step and per second by nodes")
     add_setting_arguments(machine)
     optimize.add_argument("--max-children", type=int, help="at most this many children for each node")
@@ -86,17 +84,17 @@ def _list(args: Namespace) -> None:
     for name in preset_names():
         tree = preset(name)
         rows.append((name, tree.num_nodes, tree.max_depth, len(tree.leaves), max(tree.ranks) + 1, preset_source(name)))
-    _print_table(rows)
+    print_table(rows)
 
 
 def _draw(args: Namespace) -> None:
     tree = _read_tree(args.tree, args.source_format)
     if args.svg is None:
         print(draw_text(tree))
-        print(f"\nnode:rank; {_describe(tree)}")
+        print(f"\nnode:rank; {describe(tree)}")
     else:
         args.svg.write_text(draw_svg(tree), encoding="utf-8")
-        print(f"wrote {args.svg}: {_describe(tree)}")
+        print(f"wrote {args.svg}: {describe(tree)}")
 
 
 def _convert(args: Namespace) -> None:
@@ -111,16 +109,18 @@ def _convert(args: Namespace) -> None:
         print(text)
     else:
         args.out.write_text(text + "\n", encoding="utf-8")
-        print(f"wrote {args.out}: {_describe(tree)}")
+        print(f"wrote {args.out}: {describe(tree)}")
 
 
 def _optimize(args: Namespace) -> None:
     accuracy_file = args.accuracy if args.heads is None else args.heads / "accuracy.json"
-    heads = _read_accuracies(accuracy_file)
+    heads = [] if args.dynamic else _read_accuracies(accuracy_file)
     if args.model is not None:
-        args.calibration = _calibrated(args)
+        args.calibration = calibrated(args)
+    if args.dynamic:
+        return _save_dynamic(args)
     if args.calibration is not None:
-        tree, metadata = _fastest(heads, args)
+        tree, metadata = fastest(heads, args)
     elif args.nodes is not None:
         tree, metadata = _best(heads, args)
     else:
@@ -132,98 +132,26 @@ def _optimize(args: Namespace) -> None:
         print(f"wrote {out}")
 
 
+def _save_dynamic(args: Namespace) -> None:
+    tree, metadata = fastest_dynamic(args)
+    out = args.out or (args.heads / "tree.json" if args.heads is not None else None)
+    if out is not None:
+        tree.save(out, **metadata)
+        print(f"wrote {out}")
+
+
 def _best(heads: list[list[float]], args: Namespace) -> tuple[DraftTree, dict[str, Any]]:
     """Return the tree of a node budget."""
     tree, tokens = optimize_tree(heads, args.nodes, max_children=args.max_children)
     print(draw_text(tree))
-    print(f"\nnode:rank; {_describe(tree)}, {tokens:.4f} expected tokens per step\n")
+    print(f"\nnode:rank; {describe(tree)}, {tokens:.4f} expected tokens per step\n")
     rows: list[tuple] = [("budget", "nodes", "depth", "leaves", "expected tokens per step")]
     for budget in sorted({*BUDGETS, args.nodes}):
-        rows.append((budget, *_measures(*optimize_tree(heads, budget, max_children=args.max_children))))
+        rows.append((budget, *measures(*optimize_tree(heads, budget, max_children=args.max_children))))
     chain = DraftTree.chain(len(heads))
-    rows.append(("chain", *_measures(chain, expected_tokens(chain, heads))))
-    _print_table(rows)
+    rows.append(("chain", *measures(chain, expected_tokens(chain, heads))))
+    print_table(rows)
     return tree, {"expected_tokens_per_step": tokens, "how": f"--nodes {args.nodes}"}
-
-
-def _calibrated(args: Namespace) -> Path:
-    """Return the folder of the heads, once it holds what steps and the drafter cost in this setting."""
-    from ..decoding.calibration import Calibration
-    from . import calibrate
-
-    if args.heads is None:
-        raise ValueError("--model needs --heads, the folder to keep the times in")
-    setting = setting_of(args)
-    try:
-        known = Calibration.load(args.heads, setting)
-    except (OSError, ValueError):
-        known = None
-    if known is None or args.drafter not in known.drafters:
-        options = {"model": args.model, "heads": args.heads, "out": args.heads, "drafter": args.drafter,
-                   "dtype": args.dtype, "device": args.device, "batch-sizes": args.batch_size,
-                   "contexts": args.context, "threads": args.threads}  # fmt: skip
-        words = [w for name, value in options.items() if value is not None for w in (f"--{name}", str(value))]
-        words += ["--prepare" if setting.prepared else "--no-prepare"]
-        words += [] if known is None else ["--keep-steps"]
-        parser = ArgumentParser()
-        calibrate.add_arguments(parser)
-        calibrate.run(parser.parse_args(words, Namespace(argv=["calibrate", *words])))
-    return args.heads
-
-
-def _fastest(heads: list[list[float]], args: Namespace) -> tuple[DraftTree, dict[str, Any]]:
-    """Return the tree that is fastest on a machine; its first nodes are the best smaller trees."""
-    from ..decoding.calibration import Calibration
-
-    setting = setting_of(args)
-    calibration = Calibration.load(args.calibration, setting)
-    step_us = calibration.step_us(args.drafter)
-    best, sizes = fastest_tree(
-        heads,
-        lambda nodes: step_us(nodes, args.batch_size, args.context),
-        args.nodes or LARGEST,
-        max_children=args.max_children,
-    )
-    plain = sizes[0].tokens_per_s
-    print(draw_text(best.tree))
-    print(
-        f"\nnode:rank; {_describe(best.tree)}: the fastest on {setting.device}, {setting.threads} threads, "
-        f"{setting.dtype}{', prepared' if setting.prepared else ''}, {args.batch_size} rows of {args.context} tokens; "
-        f"{_drafting(args.drafter, calibration.drafters)}\n"
-    )
-    rows: list[tuple] = [("nodes", "depth", "leaves", "tokens per step", "step ms", "tokens/s", "x plain")]
-    for sized in sizes:
-        if sized.tree.num_nodes in (*SIZES, best.tree.num_nodes):
-            speed = f"{args.batch_size * sized.tokens_per_s:.1f}", f"{sized.tokens_per_s / plain:.2f}"
-            rows.append((*_measures(sized.tree, sized.tokens_per_step), f"{sized.step_us / 1e3:.1f}", *speed))
-    _print_table(rows)
-    if args.svg is not None:
-        args.svg.write_text(_plot(sizes, args.batch_size), encoding="utf-8")
-        print(f"wrote {args.svg}")
-    machine = {**vars(setting), "batch_size": args.batch_size, "context_len": args.context}
-    return best.tree, {
-        "expected_tokens_per_step": best.tokens_per_step,
-        "fastest_on": machine,
-        "how": "--calibration",
-    }
-
-
-def _drafting(drafter: str, measured: Collection[str]) -> str:
-    if drafter in measured:
-        return f"drafting with {drafter} counted"
-    return f"drafting taken as free: run `specdec-kernels calibrate --keep-steps --drafter {drafter}` to count it"
-
-
-def _plot(sizes: list[SizedTree], batch_size: int) -> str:
-    """Draw accepted length and speed by the number of nodes."""
-    accepted = [(sized.tree.num_nodes, sized.tokens_per_step) for sized in sizes]
-    speed = [(sized.tree.num_nodes, batch_size * sized.tokens_per_s) for sized in sizes]
-    return line_chart(
-        [
-            Panel("expected tokens per step", "nodes T", "tokens", {"best tree of T nodes": accepted}),
-            Panel("expected tokens per second", "nodes T", "tokens/s", {"best tree of T nodes": speed}),
-        ]
-    )
 
 
 def _read_tree(name_or_file: str, source_format: str | None) -> DraftTree:
@@ -249,18 +177,3 @@ def _read_json(path: Path):
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not a JSON file: {error}") from error
-
-
-def _describe(tree: DraftTree) -> str:
-    return f"{tree.num_nodes} nodes, depth {tree.max_depth}, leaf paths: {len(tree.leaves)}"
-
-
-def _measures(tree: DraftTree, tokens: float) -> tuple:
-    return tree.num_nodes, tree.max_depth, len(tree.leaves), f"{tokens:.4f}"
-
-
-def _print_table(rows: list[tuple]) -> None:
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -8,7 +8,8 @@ import torch
 from specdec_kernels import DraftTree
 from specdec_kernels.cli.__main__ import main
 from specdec_kernels.decoding.budget import CostTable
-from specdec_kernels.decoding.calibration import Calibration, Setting
+from specdec_kernels.decoding.calibration import Calibration, DrafterProfile, Setting
+from specdec_kernels.decoding.dynamic_tree import DynamicTree
 from specdec_kernels.tree import draw_svg, draw_text, fastest_tree, load_metadata, optimize_tree, preset, preset_names
 
 HEADS = [[0.5, 0.2, 0.1], [0.4, 0.1], [0.3]]
@@ -109,6 +110,40 @@ def test_optimize_for_a_machine(heads_folder, capsys, batch_size):
     speeds = {int(row[0]): float(row[5]) for row in table}
     assert max(speeds, key=speeds.get) == best.tree.num_nodes
     assert svg.read_text(encoding="utf-8").count("<polyline") == 2
+
+
+@pytest.mark.parametrize(("rows", "options", "nodes"), [(1, "", 2), (1, "--nodes 1", 1), (8, "", 1)])
+def test_optimize_a_dynamic_tree_for_a_machine(heads_folder, capsys, rows, options, nodes):
+    """By the nodes that were accepted, whatever accuracies there are."""
+    (heads_folder / "accuracy.json").unlink()
+    setting = Setting.here(torch.device("cpu"), torch.float32, prepared=False)
+    steps = CostTable([(b, 256, t, 900.0 + 100.0 * (b * t) ** 2) for b in (1, 8) for t in (1, 2, 3, 4)])
+    profile = DrafterProfile([1.0, 0.6, 0.5, 0.3], [0, 0, 0, 0, 7], CostTable([(1, 256, 1, 100.0)]), 7)
+    Calibration(setting, steps, {"medusa": profile}).save(heads_folder)
+    command = f"tree optimize --dynamic --heads {heads_folder} --calibration {heads_folder} --dtype float32 {options}"
+    svg = heads_folder / "speed.svg"
+    assert main([*command.split(), "--batch-size", str(rows), "--svg", str(svg)]) == 0
+    metadata = load_metadata(heads_folder / "tree.json")
+    assert DynamicTree.from_metadata(metadata) == DynamicTree(nodes)
+    assert metadata["expected_tokens_per_step"] == pytest.approx([1.0, 1.6, 2.1][nodes - 1])
+    assert metadata["fastest_on"]["batch_size"] == rows
+    out = capsys.readouterr().out
+    assert out.startswith(f"{nodes} nodes, the likeliest at each step: the fastest on ")
+    assert out.split("\n\n")[1].splitlines()[1].split() == ["1", "1.0000", f"{1 + 0.1 * rows * rows:.1f}", *(
+        f"{rows * 1e6 / (1000 + 100 * rows * rows):.1f}", "1.00"
+    )]  # fmt: skip
+    assert svg.read_text(encoding="utf-8").count("<polyline") == 2
+
+
+def test_a_dynamic_tree_needs_what_was_measured(heads_folder, capsys):
+    assert main(["tree", "optimize", "--dynamic", "--heads", str(heads_folder)]) == 2
+    assert "--dynamic needs --calibration or --model" in capsys.readouterr().err
+    Calibration(Setting.here(torch.device("cpu"), torch.float32, prepared=False), CostTable([(1, 1, 1, 1.0)])).save(
+        heads_folder
+    )
+    command = f"tree optimize --dynamic --heads {heads_folder} --calibration {heads_folder} --dtype float32"
+    assert main(command.split()) == 2
+    assert "run `specdec-kernels calibrate --drafter medusa`" in capsys.readouterr().err
 
 
 def test_optimize_needs_a_budget_or_a_machine(heads_folder, capsys):
