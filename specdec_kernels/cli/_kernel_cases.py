@@ -1,18 +1,21 @@
 """Calls of the Triton launchers that `inspect` and the tests compile: one for each kernel that differs."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from ..kernels._aot import Compiled
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 DTYPES |= {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # (D, Dv), one for each entry of the launch parameters; --all adds the dims that share an entry.
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
-MORE_DIMS = [(80, 80), (96, 96), (112, 112)]
+MORE_DIMS = [(80, 80), (96, 96), (112, 112), (192, 192)]
 
 
 class KernelCase(Protocol):
@@ -83,7 +86,6 @@ class PhiloxCase:
 class Case:
     """One call of tree attention."""
 
-    op: str
     dtype: str  # of q
     cache: str  # dtype of the cache
     dims: tuple[int, int]
@@ -99,10 +101,27 @@ class Case:
         flags = "-options" * self.with_options + "-unaligned" * (not self.aligned)
         return f"{cache}-{dims}-rows{self.rows}{page}{flags}"
 
-    def launch(self) -> None:
-        """Call the launcher."""
+    def launch(self, only: str | None = None) -> None:
+        """Call the launcher; with ``only`` one of the options."""
         with tf32_allowed(self.dtype == "tf32"):
-            _LAUNCH[self.op](self)
+            launch_tree_attention(self, only)
+
+    def faults(self, architecture: str, kernel: "Compiled") -> list[str]:
+        """Return what is wrong with one of the case's kernels: of the attention itself, its instructions too."""
+        from ..kernels import _aot, tree_attention
+
+        found = kernel.faults()
+        if kernel.name != "_tree_attention_kernel":
+            return found
+        device, dtypes = _aot.ARCHITECTURES[architecture].device, (DTYPES[self.dtype], DTYPES[self.cache])
+        precision = "tf32" if self.dtype == "tf32" else "ieee"
+        plan = tree_attention.choose_plan(device, *dtypes, *self.dims, self.rows, precision, self.aligned)
+        assert plan is not None
+        if self.dtype != "fp32" or architecture.startswith("gfx"):  # NVIDIA's matrix units know no IEEE products
+            found += kernel.matrix_faults(plan.block_m)
+        if self.aligned:
+            found += kernel.load_faults(self.page > 0, self.cache in ("fp8", "int8"), self.with_options)
+        return found
 
 
 @contextmanager
@@ -116,7 +135,7 @@ def tf32_allowed(flag: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-def launch_tree_attention(case: Case) -> None:
+def launch_tree_attention(case: Case, only: str | None) -> None:
     from ..kernels.tree_attention import paged_tree_attention_triton, tree_attention_triton
 
     group_size, num_kv_heads, capacity = 4, 2, 4096
@@ -128,7 +147,8 @@ def launch_tree_attention(case: Case) -> None:
     prefix_len = torch.empty(1, dtype=torch.int32)
     options = dict.fromkeys(("scale", "softcap", "window", "sinks", "k_scale", "v_scale"))
     if case.with_options:
-        options |= {"softcap": 30.0, "window": 1024, "sinks": torch.empty(q.shape[2], dtype=q.dtype)}
+        full = {"softcap": 30.0, "window": 1024, "sinks": torch.empty(q.shape[2], dtype=q.dtype)}
+        options |= {name: value for name, value in full.items() if only in (None, name)}
     if case.cache != case.dtype:
         options |= {"k_scale": torch.empty(num_kv_heads), "v_scale": torch.empty(num_kv_heads)}
     if case.page:
@@ -137,9 +157,6 @@ def launch_tree_attention(case: Case) -> None:
         paged_tree_attention_triton(q, k, v, table, mask, prefix_len, **options)
     else:
         tree_attention_triton(q, k, v, mask, prefix_len, **options)
-
-
-_LAUNCH: dict[str, Callable[[Case], None]] = {"tree_attention": launch_tree_attention}
 
 
 @dataclass(frozen=True)
@@ -181,13 +198,13 @@ def tree_attention_cases(everything: bool = False) -> Iterator[Case]:
         for dims in DIMS + (MORE_DIMS if everything else []):
             for rows in (16, 64, 512)[: 2 if max(dims) > 128 else 3]:
                 for page in (0, 16, 256) if everything else (0,):
-                    yield from (Case("tree_attention", dtype, cache, dims, rows, page, flag) for flag in (True, False))
+                    yield from (Case(dtype, cache, dims, rows, page, flag) for flag in (True, False))
     for dtype, dims in itertools.product(("fp32", "tf32"), DIMS + (MORE_DIMS if everything else [])):
         if dtype == "tf32" and max(dims) > 128:  # takes the kernel of fp32
             continue
-        yield from (Case("tree_attention", dtype, dtype, dims, 16, 0, flag) for flag in (True, False))
+        yield from (Case(dtype, dtype, dims, 16, 0, flag) for flag in (True, False))
     for (dtype, cache), dim in itertools.product([("bf16", "bf16"), ("bf16", "fp8"), ("fp32", "fp32")], (64, 128, 256)):
-        yield Case("tree_attention", dtype, cache, (dim, dim), 16, aligned=False)
+        yield Case(dtype, cache, (dim, dim), 16, aligned=False)
 
 
 def medusa_project_cases(everything: bool = False) -> Iterator[HeadsCase]:

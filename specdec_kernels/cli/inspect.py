@@ -5,7 +5,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from ._kernel_cases import KernelCase, PhiloxCase, medusa_project_cases, tree_attention_cases, verify_cases
+from ._kernel_cases import Case, KernelCase, PhiloxCase, medusa_project_cases, tree_attention_cases, verify_cases
 from ._layer_cases import decoder_cases, linear_cases
 
 CASES: dict[str, Callable[[bool], Iterator]] = {
@@ -28,7 +28,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    """Print the table; return 1 when a kernel spills or does not fit."""
+    """Print the table; return 1 when a kernel spills, does not fit, or lacks the instructions it should have."""
     from ..kernels import _aot
 
     architectures = args.arch or list(_aot.ARCHITECTURES)
@@ -42,9 +42,11 @@ def run(args) -> int:
     num_bad, shown = 0, set()
     for architecture, case, kernels in compile_cases(itertools.product(architectures, cases), args.jobs):
         for kernel in kernels:
-            num_bad += bool(kernel.faults())
-            if kernel is kernels[0] or repr(kernel) not in shown:  # a kernel that assists is the same for many cases
-                print(_row(architecture, case, kernel), flush=True)
+            faults = case.faults(architecture, kernel) if isinstance(case, Case) else kernel.faults()
+            num_bad += bool(faults)
+            # A kernel that assists is the same for many cases.
+            if kernel is kernels[0] or faults or repr(kernel) not in shown:
+                print(_row(architecture, case, kernel, faults), flush=True)
             shown.add(repr(kernel))
     return 1 if num_bad else 0
 
@@ -73,10 +75,10 @@ _HEADER = ("arch", "kernel", "case", "warps", "registers", "spills", "shared", "
 _ROW = "{:7} {:24} {:32} {:>5} {:>9} {:>6} {:>9} {:>8} {:>10} {:>10} {}"
 
 
-def _row(architecture: str, case: object, kernel) -> str:
+def _row(architecture: str, case: object, kernel, faults: list[str]) -> str:
     matrix = ", ".join(f"{n} {name}" for name, n in kernel.matrix_instructions().items()) or "-"
     return _ROW.format(
         *(architecture, kernel.name.strip("_").removesuffix("_kernel"), str(case), kernel.num_warps),
         *(kernel.registers, kernel.spill_bytes, f"{kernel.shared_bytes / 1024:.1f} KB"),
-        *(kernel.programs_per_multiprocessor, matrix, kernel.wide_loads(), "; ".join(kernel.faults())),
+        *(kernel.programs_per_multiprocessor, matrix, kernel.wide_loads(), "; ".join(faults)),
     )

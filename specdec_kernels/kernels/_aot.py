@@ -21,6 +21,14 @@ from triton.backends.compiler import GPUTarget
 
 from . import _common
 
+# The matrix instruction of an architecture, for a tile of 64 rows and more, and for a smaller one.
+MATRIX = {
+    "sm_80": ("mma", "mma"),
+    "sm_90": ("wgmma", "mma"),
+    "sm_100": ("tcgen05", "mma"),
+    "gfx942": ("mfma", "mfma"),
+    "gfx950": ("mfma", "mfma"),
+}
 _CUDA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -97,11 +105,34 @@ class Compiled:
         return self.count(r"(LDGSTS|LDG)\..*128.*|(global|buffer|flat)_load_(dwordx4|b128).*")
 
     def faults(self) -> list[str]:
-        """Name what no shipped kernel may have: spills, or more shared memory than there is."""
+        """Name what no shipped kernel may have: spills, or more registers or shared memory than there are."""
         limit = ARCHITECTURES[self.architecture].shared_bytes
         found = [f"{self.spill_bytes} bytes of stack"] if self.spill_bytes else []
         found += [f"{self.shared_bytes} bytes of shared memory, limit {limit}"] if self.shared_bytes > limit else []
+        found += ["not one program fits on a multiprocessor"] * (self.programs_per_multiprocessor < 1)
         return found
+
+    def matrix_faults(self, block_m: int) -> list[str]:
+        """Require the matrix unit that a tile of this height should reach."""
+        wanted = MATRIX[self.architecture][block_m < 64]
+        return [] if wanted in self.matrix_instructions() else [f"no {wanted}: {self.matrix_instructions()}"]
+
+    def load_faults(self, paged: bool = False, byte_cache: bool = False, has_sinks: bool = True) -> list[str]:
+        """Require that tiles arrive in loads of 16 bytes a lane, on NVIDIA asynchronously and nothing narrower.
+
+        Page ids are the exception, 4 bytes each, and the V tile of an 8-bit cache in front of the `mma` instruction:
+        Triton lays it out in shared memory by 8 elements, which are 8 bytes. Other loads, of the last tiles and of what
+        is not a tile, take 4 bytes and more; only sinks take 2.
+        """
+        single = r"LDG\..*[US](8|16)|(global|buffer|flat)_load_(ubyte|sbyte|ushort|sshort|short|[ui](8|16)).*"
+        found = [] if has_sinks or not self.count(single) else [f"{self.count(single)} loads of single values"]
+        if ARCHITECTURES[self.architecture].target.backend == "hip":
+            return found + ([] if self.wide_loads() else ["no 16-byte loads"])
+        allowed = {"LDGSTS.E"} if paged else set()
+        allowed |= {"LDGSTS.E.64"} if byte_cache and "mma" in self.matrix_instructions() else set()
+        narrow = {text for text in self.instructions if text.startswith("LDGSTS") and ".128" not in text} - allowed
+        found += [f"narrow asynchronous loads: {sorted(narrow)}"] if narrow else []
+        return found + ([] if self.count(r"LDGSTS\..*128.*") else ["no asynchronous 16-byte loads"])
 
 
 class _NoDevice:

@@ -11,7 +11,7 @@ from specdec_kernels.cli._layer_cases import LinearCase
 from specdec_kernels.kernels import _aot
 from specdec_kernels.kernels import linear as module
 
-from .aot import compiled, load_faults, matrix_faults
+from .aot import compiled
 
 FEW, MANY = LinearCase("bf16", 64, 2048), LinearCase("bf16", 128, 2048)
 FEW_WIDE, MANY_WIDE = replace(FEW, columns=65536), replace(MANY, columns=65536)
@@ -54,9 +54,9 @@ def test_fits(architecture: str, case: LinearCase) -> None:
     assert list(kernels) == [KERNELS[case.gated]]
     [kernel] = kernels.values()
     assert not kernel.faults()
-    assert not load_faults(kernel)
+    assert not kernel.load_faults()
     if case.dtype != "fp32":
-        assert not matrix_faults(kernel, plan_of(architecture, case).block_r)
+        assert not kernel.matrix_faults(plan_of(architecture, case).block_r)
     if architecture == "sm_80":  # these parameters also serve sm_86 and sm_89
         assert kernel.shared_bytes <= 99 * 1024
 
@@ -106,7 +106,7 @@ def test_gates_see_narrow_loads() -> None:
         wide = torch.empty(2048, 512 + 1, dtype=torch.bfloat16)
         module.linear_triton(wide[:4, :512], [wide[:, :512]], [], None)
 
-    assert load_faults(compiled("sm_90", launch)[KERNELS[False]])
+    assert compiled("sm_90", launch)[KERNELS[False]].load_faults()
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["linear", "gated"])

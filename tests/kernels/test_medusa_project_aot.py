@@ -10,7 +10,7 @@ from specdec_kernels.cli._kernel_cases import DTYPES, HeadsCase
 from specdec_kernels.kernels import _aot
 from specdec_kernels.kernels import medusa_project as module
 
-from .aot import compiled, load_faults, matrix_faults
+from .aot import compiled
 
 NVIDIA = ["sm_80", "sm_90", "sm_100"]
 RESIDUAL, PROJECT, MERGE = "_residual_kernel", "_project_kernel", "_merge_topk_kernel"
@@ -43,11 +43,11 @@ def test_fits(architecture: str, case: HeadsCase) -> None:
         assert not kernel.faults()
     device = _aot.ARCHITECTURES[architecture].device
     for name, stage, rows in ((PROJECT, "project", case.rows), (RESIDUAL, "residual", case.rows // 4)):
-        assert not load_faults(kernels[name])
+        assert not kernels[name].load_faults()
         plan = module.choose_plan(device, stage, DTYPES[case.dtype], case.rows if case.own else rows)
         assert kernels[name].programs_per_multiprocessor >= plan.target_programs // device.num_multiprocessors
     if case.dtype != "fp32":  # whose products are made without matrix units, exactly
-        assert not matrix_faults(kernels[PROJECT], block_r(architecture, case))
+        assert not kernels[PROJECT].matrix_faults(block_r(architecture, case))
 
 
 @pytest.mark.parametrize("case", FULL, ids=str)
@@ -80,7 +80,7 @@ def test_gates_see_narrow_loads() -> None:
         hidden, no_layer = wide[:4, :512], torch.empty(1, 0, 512, 512, dtype=torch.bfloat16)
         module.medusa_project_triton(hidden, no_layer, None, wide[:, :512])
 
-    assert load_faults(compiled("sm_90", launch)[PROJECT])
+    assert compiled("sm_90", launch)[PROJECT].load_faults()
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])

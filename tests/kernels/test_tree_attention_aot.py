@@ -1,51 +1,50 @@
 """The shipped tree attention kernels, compiled for GPUs that are not here: no spills, right size and instructions."""
 
+import argparse
 import itertools
 import os
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import triton
 
+from specdec_kernels.cli import inspect
 from specdec_kernels.cli._kernel_cases import DTYPES, Case, tree_attention_cases
 from specdec_kernels.cli.inspect import compile_cases
 from specdec_kernels.kernels import _aot, _common
 from specdec_kernels.kernels import tree_attention as module
 from specdec_kernels.kernels._attention_plan import fitting_tile
 
-from .aot import compiled, load_faults, matrix_faults
+from .aot import compiled
 
 NVIDIA = ["sm_80", "sm_90", "sm_100"]
 ATTENTION, MERGE = "_tree_attention_kernel", "merge_splits_kernel"
 
 
 def case(cache="bf16", dims=(128, 128), rows=64, page=0, dtype="bf16", with_options=True) -> Case:
-    return Case("tree_attention", dtype, cache, dims, rows, page, with_options)
+    return Case(dtype, cache, dims, rows, page, with_options)
 
 
 def all_faults(architecture: str, case: Case, kernels: list[_aot.Compiled]) -> list[str]:
     """Return what is wrong with the kernels of a case, by all gates."""
-    device, precision = _aot.ARCHITECTURES[architecture].device, "tf32" if case.dtype == "tf32" else "ieee"
-    dtypes = DTYPES[case.dtype], DTYPES[case.cache]
-    plan = module.choose_plan(device, *dtypes, *case.dims, case.rows, precision, case.aligned)
-    found = [f"{kernel.name}: {fault}" for kernel in kernels for fault in kernel.faults()]
-    found += ["does not fit"] * any(kernel.programs_per_multiprocessor < 1 for kernel in kernels)
-    attention = {kernel.name: kernel for kernel in kernels}[ATTENTION]
-    if case.dtype != "fp32" or architecture.startswith("gfx"):  # NVIDIA's matrix units know no IEEE products
-        found += matrix_faults(attention, plan.block_m)
-    return found if not case.aligned else found + load_faults(attention, case.page > 0, case.cache in ("fp8", "int8"))
+    return [f"{kernel.name}: {fault}" for kernel in kernels for fault in case.faults(architecture, kernel)]
 
 
 # The fullest kernels of the commonest entries; then what differs besides: pages smaller and larger than a tile, stored
 # bytes, fp32. The slow test below has every entry.
 FULL = [case(rows=rows) for rows in (16, 64, 512)]
 SOMEWHERE = [
-    ("gfx950", case()),
+    ("gfx950", case(with_options=False)),
     ("sm_90", case(dims=(192, 128))),
     ("sm_90", case(dims=(256, 256))),
     ("sm_80", case(dims=(80, 80))),
-    ("sm_90", case(page=16)),
+    ("sm_90", case(dims=(192, 192))),
+    ("sm_90", case(dtype="fp16", cache="fp16", dims=(96, 96), page=16)),
+    ("sm_80", case(dims=(112, 112), page=16)),
+    ("sm_100", case(rows=512, page=16, with_options=False)),
     ("sm_90", case(page=256, rows=16)),
     ("sm_80", case(cache="fp8", rows=16)),  # bytes taken apart
     ("sm_90", case(cache="fp8")),
@@ -101,11 +100,16 @@ def test_fits_smaller_gpus(case: Case) -> None:
 
 
 def test_options_are_compiled_out() -> None:
-    """Without options none of their instructions is left."""
-    full, plain = (compiled("sm_90", case(rows=16, with_options=flag).launch)[ATTENTION] for flag in (True, False))
-    assert plain.instructions.total() < 0.8 * full.instructions.total()
-    assert full.count(r"LDG\.E\.U16.*")  # sinks
-    assert not plain.count(r"LDG\.E\.U16.*")
+    """Without options none of their instructions is left, and with one of them none of the others'."""
+    full, plain = (case(rows=16, with_options=flag) for flag in (True, False))
+    kernels = {name: compiled("sm_90", one.launch)[ATTENTION] for name, one in (("all", full), ("none", plain))}
+    for name in ("softcap", "window", "sinks"):
+        kernels[name] = compiled("sm_90", partial(full.launch, only=name))[ATTENTION]
+    sizes = {name: kernel.instructions.total() for name, kernel in kernels.items()}
+    assert sizes["none"] < 0.8 * sizes["all"]
+    assert all(sizes["none"] < sizes[name] < sizes["all"] for name in ("softcap", "window", "sinks")), sizes
+    with_sinks = {name for name, kernel in kernels.items() if kernel.count(r"LDG\.E\.U16.*")}
+    assert with_sinks == {"all", "sinks"}
 
 
 @pytest.mark.parametrize(
@@ -137,13 +141,18 @@ def test_gates_see_a_bad_configuration(change: dict, wrong: str, monkeypatch) ->
     assert wrong in "; ".join(kernel.faults())
 
 
-def test_gates_see_the_wrong_matrix_unit(monkeypatch) -> None:
-    """Two warps cannot issue wgmma."""
+def two_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all tiles be computed by two warps."""
     change = {"compile_options": {"num_warps": 2, "num_stages": 2, "enable_fp_fusion": True}}
     choose = module.choose_plan
     monkeypatch.setattr(module, "choose_plan", lambda *args: replace(choose(*args), **change))
+
+
+def test_gates_see_the_wrong_matrix_unit(monkeypatch) -> None:
+    """Two warps cannot issue wgmma."""
+    two_warps(monkeypatch)
     kernel = compiled("sm_90", case(dims=(64, 64), with_options=False).launch)[ATTENTION]
-    assert "no wgmma" in "; ".join(matrix_faults(kernel, 64))
+    assert "no wgmma" in "; ".join(kernel.matrix_faults(64))
 
 
 def test_gates_see_scratch_on_amd(monkeypatch) -> None:
@@ -163,29 +172,50 @@ def test_gates_see_narrow_loads() -> None:
         options = dict.fromkeys(("scale", "softcap", "window", "sinks", "k_scale", "v_scale"))
         module.tree_attention_triton(q, k, k, mask, torch.empty(1, dtype=torch.int32), **options)
 
-    assert load_faults(compiled("sm_90", launch)[ATTENTION])
+    faults = compiled("sm_90", launch)[ATTENTION].load_faults(has_sinks=False)
+    assert "no asynchronous 16-byte loads" in faults
+    assert any("loads of single values" in fault for fault in faults)
 
 
-@pytest.mark.parametrize("group_size", [1, 3, 4, 7, 8])
-@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-def test_few_compilations(paged: bool, group_size: int) -> None:
-    """Batch, prefix and tree size do not recompile: at most two variants for a dtype, narrow and wide tiles."""
+def count_variants(architecture: str, dtype: str, cache: str, paged: bool, group_size: int, dims=(64,)) -> Counter[str]:
+    """Return how many variants of each kernel batch, prefix and tree size make."""
     options = dict.fromkeys(("scale", "softcap", "window", "sinks", "k_scale", "v_scale"))
-    with _aot.count_variants("sm_80") as found:
-        for batch, num_nodes in itertools.product(range(1, 9), (5, 6, 16, 17, 26, 64)):
-            q = torch.empty(batch, num_nodes, 2 * group_size, 64, dtype=torch.bfloat16)
+    with _aot.count_variants(architecture) as found:
+        for batch, num_nodes, dim in itertools.product(range(1, 9), (5, 6, 16, 17, 26, 64), dims):
+            q = torch.empty(batch, num_nodes, 2 * group_size, dim, dtype=DTYPES[dtype])
             mask = torch.empty(batch, num_nodes, 1, dtype=torch.int64)
             prefix_len = torch.empty(batch, dtype=torch.int32)
             if paged:
-                k = torch.empty(300, 16, 2, 64, dtype=torch.bfloat16)
+                k = torch.empty(300, 16, 2, dim, dtype=DTYPES[cache])
                 table = torch.empty(batch, 30 * batch, dtype=torch.int32)
                 module.paged_tree_attention_triton(q, k, k, table, mask, prefix_len, **options)
             else:
-                k = torch.empty(batch, 700 * batch, 2, 64, dtype=torch.bfloat16)
+                k = torch.empty(batch, 700 * batch, 2, dim, dtype=DTYPES[cache])
                 module.tree_attention_triton(q, k, k, mask, prefix_len, **options)
-    names = [name for name, _ in found]
-    assert 1 <= names.count(ATTENTION) <= 2
-    assert names.count(MERGE) <= 1
+    return Counter(name for name, _ in found)
+
+
+KINDS = [("sm_80", "bf16", "bf16", group_size) for group_size in (1, 3, 4, 7, 8)]
+KINDS += [("sm_90", "bf16", "bf16", 4), ("sm_90", "fp16", "fp16", 7), ("sm_80", "fp16", "fp16", 4)]
+KINDS += [("sm_80", "fp32", "fp32", 4), ("sm_90", "fp32", "fp32", 7), ("sm_80", "bf16", "fp8", 4)]
+KINDS += [("sm_90", "fp16", "fp8", 7), ("sm_100", "bf16", "int8", 4)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_few_compilations(paged: bool, kind: tuple[str, str, str, int]) -> None:
+    """Batch, prefix and tree size do not recompile: at most two variants for a dtype, narrow and wide tiles."""
+    architecture, dtype, cache, group_size = kind
+    found = count_variants(architecture, dtype, cache, paged, group_size)
+    assert 1 <= found[ATTENTION] <= 2
+    assert found[MERGE] <= 1
+
+
+def test_head_dims_compile_again() -> None:
+    """The count can exceed its bound: of two head dims it does."""
+    found = count_variants("sm_90", "bf16", "bf16", paged=False, group_size=1, dims=(64, 128))
+    assert found[ATTENTION] > 2
+    assert found[MERGE] > 1
 
 
 @pytest.mark.skipif("EXPECTED_TRITON" not in os.environ, reason="make aot-oldest names the version it wants")
@@ -198,3 +228,25 @@ def test_pretended_device_is_undone() -> None:
     with pytest.raises(ZeroDivisionError), _aot.compile_only("sm_80"):
         raise ZeroDivisionError
     assert _common.device_of(torch.empty(1)) == before
+
+
+def inspect_exit_code(found: Case, monkeypatch) -> int:
+    """Run the command for one case on sm_90."""
+    parser = argparse.ArgumentParser()
+    inspect.add_arguments(parser)
+    monkeypatch.setitem(inspect.CASES, "tree_attention", lambda everything: iter([found]))
+    return inspect.run(parser.parse_args(["--op", "tree_attention", "--arch", "sm_90"]))
+
+
+def test_inspect_shows_what_passes_and_what_does_not(monkeypatch, capsys) -> None:
+    """A line for each kernel; the exit code tells when one lacks what the gates above ask for."""
+    shipped = case(dims=(64, 64), with_options=False)
+    assert inspect_exit_code(shipped, monkeypatch) == 0
+    header, attention, merge = capsys.readouterr().out.splitlines()
+    assert "registers" in header
+    assert attention.split()[:3] == ["sm_90", "tree_attention", "bf16-D64-rows64"]
+    assert "wgmma" in attention
+    assert merge.split()[:2] == ["sm_90", "merge_splits"]
+    two_warps(monkeypatch)
+    assert inspect_exit_code(shipped, monkeypatch) == 1
+    assert "no wgmma" in capsys.readouterr().out
