@@ -153,33 +153,52 @@ def test_drafted_texts_are_those_of_generate(model, prompts, plain, name):
 def test_bf16_speculation_has_the_bits_of_plain_decoding(bf16_model, prompts, row, name):
     """Every logit of a whole text: one node at a time, by trees, and as part of a longer prompt."""
     ids = prompts[row]
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    plain = generate(bf16_model, **inputs, drafter=None, **options)
-    stats = DecodeStats()
-    ours = generate(bf16_model, **inputs, drafter=DRAFTERS[name](bf16_model), stats=stats, **options)
+    plain, stats = with_logits(bf16_model, ids, None), DecodeStats()
+    ours = with_logits(bf16_model, ids, DRAFTERS[name](bf16_model), stats=stats)
     # The same model in two caches has the same bits: as its own draft model it is always right.
     assert stats.mean_accepted >= {"itself": 6.0, "ngram": 0.0}.get(name, 0.2)  # a short text may not repeat itself
     assert torch.equal(ours.sequences, plain.sequences)
     assert torch.equal(torch.stack(ours.logits), torch.stack(plain.logits))
-    for count in (1, 2, NEW_TOKENS // 2, NEW_TOKENS - 1):
-        length = ids.shape[1] + count
-        output = HFTarget(bf16_model, 1, length).prefill(
-            plain.sequences[:, :length], torch.tensor([length], dtype=torch.int32)
-        )
-        assert torch.equal(output.logits[:, 0].float(), plain.logits[count])
+    assert_prefills_as(plain, bf16_model, ids)
+
+
+@pytest.fixture(scope="module")
+def prepared(bf16_model, prompts):
+    """The prepared model, and for each prompt its text and logits, one node at a time."""
+    model = prepare(copy.deepcopy(bf16_model))
+    return model, [with_logits(model, ids, None) for ids in prompts]
+
+
+def with_logits(model, ids, drafter, **options):
+    options |= {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_logits": True, "attention_mask": torch.ones_like(ids)}
+    return generate(model, input_ids=ids, drafter=drafter, **options)
 
 
 @equal_bits
 @pytest.mark.parametrize("row", [0, 1])
-def test_prepared_speculation_has_the_bits_of_plain_decoding(bf16_model, prompts, row):
-    model = prepare(copy.deepcopy(bf16_model))
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    inputs = {"input_ids": prompts[row], "attention_mask": torch.ones_like(prompts[row])}
-    plain = generate(model, **inputs, drafter=None, **options)
-    ours = generate(model, **inputs, drafter=MedusaDrafter.from_pretrained(SHIPPED_HEADS, model), **options)
+def test_a_prepared_prefill_has_the_bits_of_plain_decoding(prepared, prompts, row):
+    assert_prefills_as(prepared[1][row], prepared[0], prompts[row])
+
+
+@equal_bits
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("row", [0, 1])
+def test_prepared_speculation_has_the_bits_of_plain_decoding(prepared, prompts, row, name):
+    model, plain = prepared[0], prepared[1][row]
+    ours = with_logits(model, prompts[row], DRAFTERS[name](model))
     assert torch.equal(ours.sequences, plain.sequences)
     assert torch.equal(torch.stack(ours.logits), torch.stack(plain.logits))
+
+
+def assert_prefills_as(plain, model, ids):
+    """Compare logits of steps with those of prompts that hold the text so far."""
+    for count in (1, 2, NEW_TOKENS // 2, NEW_TOKENS - 1):
+        length = ids.shape[1] + count
+        output = HFTarget(model, 1, length).prefill(
+            plain.sequences[:, :length], torch.tensor([length], dtype=torch.int32)
+        )
+        assert torch.equal(output.logits[:, 0].float(), plain.logits[count])
 
 
 SELF_DRAFTING = {
