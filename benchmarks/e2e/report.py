@@ -181,6 +181,7 @@ BLOCKS: dict[str, Callable[..., list[str]]] = {
     "e2e": lambda path, *names: markdown(read_run(path), *names),
     "e2e-about": sentences.about,
     "e2e-first-tokens": sentences.first_tokens,
+    "e2e-over-plain": sentences.over_plain,
     "e2e-memory": sentences.memory,
     "e2e-texts": sentences.texts,
     "e2e-calibration": calibrated.markdown,

@@ -87,6 +87,14 @@ def _gaps(run: Run) -> list[str]:
     ]
 
 
+def over_plain(path: Path) -> list[str]:
+    """Return what each of our drafters gains over our plain decoding in the same run."""
+    run = read_run(path)
+    gains = [(run.speed_up(name, "plain"), name) for name in run.providers() if name in OURS and name != "plain"]
+    said = listed(f"{shown('{:.2f}', gain)} × with `{name}`" for gain, name in gains)
+    return [f"{setting(run, path)} Over plain decoding in the same run: {said}.{age(run)}"]
+
+
 def first_tokens(path: Path) -> list[str]:
     """Return how long prompts take, and the speed-up of whole calls and after the prompt."""
     run = read_run(path)

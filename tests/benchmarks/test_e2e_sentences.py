@@ -53,6 +53,11 @@ def test_a_run_of_other_heads_says_so(said):
     assert "have been replaced since" in said(sentences.about, rows, shipped={})
 
 
+def test_gains_over_plain_decoding(said):
+    rows = [row(1, "plain", 10, 2), row(1, "ngram", 10, 1), row(1, "medusa", 10, 4), row(1, "generate", 10, 9)]
+    assert said(sentences.over_plain, rows).endswith("same run: 2.00 × with `ngram` and 0.50 × with `medusa`.")
+
+
 def test_first_tokens_come_in_order(said):
     rows = [
         row(1, "generate", 11, 2, first_token_s=1.0),
