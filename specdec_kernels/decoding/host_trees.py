@@ -76,16 +76,18 @@ def draft_of(trees: Sequence[HostTree], device: torch.device) -> Draft:
     all_depths = [_depths(parents) for parents in all_parents]
     ids = [tree.ids + more for tree, more in zip(trees, padding, strict=True)]
 
-    def table(rows: Iterable[Iterable[int]], code: str) -> Tensor:
-        return vector_of(chain.from_iterable(rows), code, device).view(len(trees), width)
+    def tables(code: str, *parts: Iterable[Iterable[int]]) -> tuple[Tensor, ...]:
+        numbers = chain.from_iterable(chain.from_iterable(parts))
+        return vector_of(numbers, code, device).view(len(parts), len(trees), width).unbind()
 
-    parents = table(all_parents, "i")
+    parents, depths = tables("i", all_parents, all_depths)
     if width <= WORD_BITS:
-        mask = table(map(ancestor_words, all_parents), "q").unsqueeze(2)
+        tokens, words = tables("q", ids, map(ancestor_words, all_parents))
+        mask = words.unsqueeze(2)
     else:
-        mask = mask_from_parents(parents)
+        (tokens,), mask = tables("q", ids), mask_from_parents(parents)
     used = None if min(sizes) == width else vector_of(sizes, "i", device)
-    return Draft(table(ids, "q"), parents, mask, table(all_depths, "i"), max(map(max, all_depths)), num_nodes=used)
+    return Draft(tokens, parents, mask, depths, max(map(max, all_depths)), num_nodes=used)
 
 
 def trees_of(draft: Draft) -> list[HostTree]:

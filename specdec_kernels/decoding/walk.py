@@ -9,7 +9,7 @@ from torch import Tensor
 from .._validate import values_readable
 from ..types import Verification
 from .acceptance import Acceptance, GreedyAcceptance, RejectionAcceptance
-from .host import on_host
+from .host import on_host, vector_of
 from .protocols import Draft
 
 ProcessNodes = Callable[[Tensor, Tensor], Tensor]
@@ -60,8 +60,9 @@ def at_last_node(values: Tensor, verification: Verification) -> Tensor:
     """Take from ``values (B, T, …)`` what belongs to each row's last accepted node, the root if there is none."""
     _, num_accepted, accepted = verification
     if values_readable(num_accepted, accepted):
-        rows = zip(values, *on_host(accepted, num_accepted), strict=True)
-        return torch.stack([nodes[path[n - 1] if n else 0] for nodes, path, n in rows])
+        rows = enumerate(zip(*on_host(accepted, num_accepted), strict=True))
+        nodes = (row * values.shape[1] + (path[n - 1] if n else 0) for row, (path, n) in rows)
+        return values.flatten(0, 1).index_select(0, vector_of(nodes, "q", values.device))
     path = F.pad(accepted, (1, 0))
     last = path.gather(1, num_accepted[:, None].long())[:, 0].long()
     return values[torch.arange(len(last), device=values.device), last]

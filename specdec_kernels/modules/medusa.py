@@ -76,6 +76,7 @@ class MedusaHeads(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.metadata: dict[str, Any] = {}
+        self._unit: Tensor | None = None  # the weight of a norm that has none, made once
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         self.w_res = nn.Parameter(torch.zeros(num_heads, num_layers, hidden_size, hidden_size, **options))
         b_res = nn.Parameter(torch.zeros(num_heads, num_layers, hidden_size, **options)) if bias else None
@@ -193,9 +194,11 @@ class MedusaHeads(nn.Module):
         if root.shape != hidden.shape:
             raise ValueError(f"MedusaHeads: root must have shape {tuple(hidden.shape)}, got {tuple(root.shape)}")
         if few_rows:
-            normed = rms_norm(root, root.new_ones(root.shape[-1]), ROOT_EPS).to(hidden.dtype)
+            if self._unit is None or (self._unit.dtype, self._unit.device) != (root.dtype, root.device):
+                self._unit = root.new_ones(root.shape[-1])
+            normed = rms_norm(root, self._unit, ROOT_EPS).to(hidden.dtype)
             biases = [] if self.b_root is None else [self.b_root]
-            return hidden + F.silu(linear(torch.cat([hidden, normed], dim=-1), [self.w_root], biases))
+            return F.silu(linear(torch.cat([hidden, normed], dim=-1), [self.w_root], biases), inplace=True).add_(hidden)
         wide = root.to(torch.promote_types(root.dtype, torch.float32))
         normed = F.rms_norm(wide, root.shape[-1:], eps=ROOT_EPS).to(hidden.dtype)
         return hidden + F.silu(F.linear(torch.cat([hidden, normed], dim=-1), self.w_root, self.b_root))

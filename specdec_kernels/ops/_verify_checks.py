@@ -4,29 +4,26 @@ import torch
 from torch import Tensor
 
 from .._validate import (
-    check_device,
-    check_dtype,
     check_kind,
     check_last_stride,
     check_no_grad,
     check_number,
-    check_shape,
     check_tensor,
     check_values,
     values_readable,
 )
 
 _LOGITS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_IDS = (torch.int64,)
 _UNIFORMS = (torch.float32, torch.float64)
 
 
 def check_target(op: str, ids_name: str, ids: Tensor, logits: Tensor, *, has_root: bool) -> tuple[int, int]:
     """Check ids ``(B, T)``, or ``(B, T-1)`` without the root, and target logits ``(B, T, V)``; return (B, T)."""
-    check_shape(op, ids_name, ids, ("B", "T" if has_root else "N"))
-    check_dtype(op, ids_name, ids, (torch.int64,))
+    check_tensor(op, "target_logits", logits)
+    check_kind(op, ids_name, ids, ("B", "T" if has_root else "N"), _IDS, logits.device)
     shape = (ids.shape[0], ids.shape[1] if has_root else ids.shape[1] + 1)
-    check_logits(op, "target_logits", logits, (*shape, "V"))
-    check_device(op, ids_name, ids, logits.device)
+    check_logits(op, "target_logits", logits, (*shape, "V"), logits.device)
     if shape[1] == 0:
         raise ValueError(f"{op}: {ids_name} must have shape (B, T) with the root, T >= 1, got {tuple(ids.shape)}")
     if logits.shape[2] == 0:
@@ -34,10 +31,9 @@ def check_target(op: str, ids_name: str, ids: Tensor, logits: Tensor, *, has_roo
     return shape
 
 
-def check_logits(op: str, name: str, logits: Tensor, shape: tuple[int | str, ...]) -> None:
-    """Check shape, dtype, stride of the vocabulary, and that no gradient is asked for."""
-    check_shape(op, name, logits, shape)
-    check_dtype(op, name, logits, _LOGITS)
+def check_logits(op: str, name: str, logits: Tensor, shape: tuple[int | str, ...], device: torch.device) -> None:
+    """Check shape, dtype, device, stride of the vocabulary, and that no gradient is asked for."""
+    check_kind(op, name, logits, shape, _LOGITS, device)
     check_last_stride(op, name, logits)
     check_no_grad(op, **{name: logits})
 
@@ -54,8 +50,7 @@ def check_draft(
     if vocab_map is not None:
         check_vocab_map(op, vocab_map, target)
         draft_vocab = vocab_map.shape[0]
-    check_logits(op, "draft_logits", logits, (num_rows, num_laws, draft_vocab))
-    check_device(op, "draft_logits", logits, target.device)
+    check_logits(op, "draft_logits", logits, (num_rows, num_laws, draft_vocab), target.device)
 
 
 def check_vocab_map(op: str, vocab_map: Tensor, target: Tensor) -> None:

@@ -84,7 +84,6 @@ class MedusaDrafter:
         """Start a batch from the hidden states of the last prompt tokens."""
         self._hidden = output.hidden[:, -1]
 
-    @torch.no_grad()
     def propose(self, pending: Tensor) -> Draft:
         """Return the tree below the pending tokens ``(B,) int64``; its first nodes, when the run limits them.
 
@@ -107,7 +106,6 @@ class MedusaDrafter:
         layout = self._layout
         return 0 < len(pending) * layout.num_nodes * layout.top_k <= HOST_PATHS and values_readable(pending)
 
-    @torch.no_grad()
     def trees(self, pending: Tensor) -> list[HostTree]:
         """Do what `propose` does, in lists."""
         layout, roots = self._limited_layout(), pending.tolist()
@@ -226,7 +224,7 @@ class _Layout:
             places, parents = self._places[: self.num_nodes - 1], self._parents[: self.num_nodes]
             return HostTree([root, *(candidates[place // self.top_k][place % self.top_k] for place in places)], parents)
         log_probs = [
-            [min(log_prob, 0.0) for log_prob in as_fp32([value - total for value in row])]
+            [0.0 if log_prob > 0 else log_prob for log_prob in as_fp32([value - total for value in row])]
             for row, total in zip(values, lse, strict=True)
         ]
         paths = likeliest_paths(log_probs, num_grown(self.num_nodes, self.max_depth, self.top_k) - 1)

@@ -1,5 +1,7 @@
 """Several drafters, one tree: what one proposes is grafted into the tree of another."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,7 +10,7 @@ from ..._validate import check_range, values_readable
 from ...tree.mask import HOST_NODES, depths_from_mask, mask_from_parents
 from ...types import Verification
 from ..drafting import DraftContext, first_nodes
-from ..host_trees import HostTree, draft_of, drafts_on_host, graft_tree, trees_of
+from ..host_trees import HostDrafter, HostTree, draft_of, drafts_on_host, graft_tree, trees_of
 from ..protocols import Draft, Drafter, TargetOutput
 
 
@@ -97,7 +99,7 @@ class MergedDrafter:
 
     def trees(self, pending: Tensor) -> list[HostTree]:
         """Do what `propose` does, in lists, where all drafters can."""
-        first, *others = (drafter for drafter in self.drafters if drafts_on_host(drafter, pending))
+        first, *others = cast(tuple[HostDrafter, ...], self.drafters)
         limit = self._limit
         trees = [HostTree(tree.ids[:limit], tree.parents[:limit]) for tree in first.trees(pending)]
         for drafter in others:
