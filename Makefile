@@ -54,7 +54,7 @@ format: setup
 	@$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-# Builds the torch-free drivers of tests/native with AddressSanitizer and UBSan, and runs them.
+# Builds the torch-free drivers of tests/native with AddressSanitizer and UBSan, one with ThreadSanitizer, and runs them.
 sanitize: setup
 	@$(PYTEST) -q tests/native
 

@@ -1,12 +1,10 @@
-// Tensors to the plain structs of decoder.h, and what becomes of a merged projection.
+// Tensors to the plain structs of decoder.h and decoder_write.h.
 #pragma once
 
-#include <cstring>
 #include <optional>
 
 #include "common/check.h"
-#include "cpu/decoder.h"
-#include "cpu/element.h"
+#include "cpu/decoder_write.h"
 #include "cpu/rows.h"
 
 namespace specdec {
@@ -27,16 +25,6 @@ inline Norm norm_of(const char* name, const std::optional<Tensor>& weight, doubl
   return {static_cast<const char*>(weight->const_data_ptr()), eps};
 }
 
-// One of the tensors of a step: (batch, rows, heads, head_dim). Strides in bytes.
-struct Heads {
-  char* data;
-  int64_t strides[3];
-
-  char* at(int64_t b, int64_t row, int64_t head) const {
-    return data + b * strides[0] + row * strides[1] + head * strides[2];
-  }
-};
-
 inline Heads heads_of(const char* name, const Tensor& tensor, const Tensor& like, int64_t rows) {
   STD_TORCH_CHECK(tensor.dim() == 4, name, " must have 4 dimensions, got ", tensor.dim());
   check_rows_like(name, tensor, like);
@@ -45,19 +33,6 @@ inline Heads heads_of(const char* name, const Tensor& tensor, const Tensor& like
   return {static_cast<char*>(tensor.mutable_data_ptr()),
           {stride_of(tensor, 0), stride_of(tensor, 1), stride_of(tensor, 2)}};
 }
-
-// cos and sin: (batch or 1, nodes, dim). Strides in bytes.
-struct Angles {
-  const char* cos = nullptr;
-  const char* sin = nullptr;
-  int64_t strides[2] = {0, 0};
-  int64_t dim = 0;
-
-  Rotation at(int64_t b, int64_t node) const {
-    const int64_t offset = b * strides[0] + node * strides[1];
-    return {cos + offset, sin + offset, dim};
-  }
-};
 
 inline Angles angles_of(const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& qkv) {
   STD_TORCH_CHECK(cos.has_value() == sin.has_value(), "both or none of cos and sin must be given");
@@ -78,42 +53,6 @@ inline Angles angles_of(const std::optional<Tensor>& cos, const std::optional<Te
           {cos->size(0) == 1 ? 0 : stride_of(*cos, 0), stride_of(*cos, 1)},
           cos->size(2)};
 }
-
-// Where the nodes of a step go: q is rotated in place, K and V are written behind each row's prefix.
-struct Write {
-  Heads qkv, keys, values;
-  Angles angles;
-  Norm q_norm, k_norm;
-  const int32_t* lengths;
-  int64_t length_stride;
-  const int32_t* slots;  // or null: a row's own
-  int64_t slot_stride;
-  int64_t num_nodes, num_q_heads, num_kv_heads, head_dim, head_bytes;
-  int64_t num_slots, capacity;
-  int64_t first_node;
-
-  int64_t row_of(int64_t i) const {
-    return static_cast<int64_t>(lengths[i / num_nodes * length_stride]) + first_node + i % num_nodes;
-  }
-  int64_t slot_of(int64_t i) const { return slots ? slots[i / num_nodes * slot_stride] : i / num_nodes; }
-  bool fits(int64_t i) const {
-    return row_of(i) >= 0 && row_of(i) < capacity && slot_of(i) >= 0 && slot_of(i) < num_slots;
-  }
-
-  // Node i % num_nodes of batch row i / num_nodes.
-  void node(const Kernel& kernel, int64_t i) const {
-    const int64_t b = i / num_nodes, n = i % num_nodes, row = row_of(i), slot = slot_of(i);
-    const Rotation rotation = angles.at(b, n);
-    for (int64_t head = 0; head < num_q_heads; ++head) {
-      char* const q = qkv.at(b, n, head);
-      kernel.rotate(q, q_norm, rotation, head_dim, q);
-    }
-    for (int64_t head = 0; head < num_kv_heads; ++head) {
-      kernel.rotate(qkv.at(b, n, num_q_heads + head), k_norm, rotation, head_dim, keys.at(slot, row, head));
-      std::memcpy(values.at(slot, row, head), qkv.at(b, n, num_q_heads + num_kv_heads + head), head_bytes);
-    }
-  }
-};
 
 // A `Write` without its tensors, for qkv (B, T, heads, D) and caches (num_slots, capacity, num_kv_heads, D).
 inline Write places_of(const Tensor& qkv, const Tensor& prefix_len, const std::optional<Tensor>& slots,

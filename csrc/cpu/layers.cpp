@@ -11,6 +11,7 @@
 #include "common/check.h"
 #include "common/empty.h"
 #include "common/register.h"
+#include "cpu/decoder_args.h"
 #include "cpu/element_of.h"
 #include "cpu/machine.h"
 #include "cpu/tree_attention_args.h"

@@ -1,14 +1,15 @@
-// Whole decoder layers on the CPU: their stages, one after the other, by threads that are woken once.
+// Whole decoder layers on the CPU, torch-free: their stages, one after the other, by threads that are woken once.
 //
 //   norm → Wq Wk Wv → rotary, cache → attention → Wo + residual → norm → Wgate Wup → Wdown + residual
 //
 // Every stage does what the op of the same name does, to the bit.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
-#include "cpu/decoder_args.h"
+#include "cpu/decoder_write.h"
 #include "cpu/linear.h"
 #include "cpu/team.h"
 #include "cpu/tree_attention_schedule.h"
