@@ -95,6 +95,19 @@ def test_block_verifies_chains_as_a_block(drawn, num_nodes):
     assert_trimmed(RejectionAcceptance(block=True)(draft, logits, temperature, uniforms), full, draft)
 
 
+def test_block_leaves_a_tree_beside_a_chain_alone():
+    """Three nodes and a depth of two, but only in the first rows: the last one has two siblings."""
+    draft = make_draft((-1, 0, 1), drawn=False)
+    draft = draft._replace(parents=torch.tensor([[-1, 0, 1]] * (B - 1) + [[-1, 0, 0]], dtype=torch.int32))
+    logits, _, uniforms = judging(draft)
+    logits[-1, 0, draft.ids[-1, 2]] = 20.0  # accepted below the root, which a chain never would
+    draft.ids[-1, 1] = (draft.ids[-1, 2] + 1) % V
+    verification = RejectionAcceptance(block=True)(draft, logits, torch.zeros(B), uniforms)
+    assert verification.accepted[-1].tolist() == [2, -1]
+    full = verify_tree(draft.ids, draft.parents, logits, None, torch.zeros(B), uniforms)
+    assert_trimmed(verification, full, draft)
+
+
 def test_block_leaves_trees_alone():
     draft = make_draft(TREE)
     rest = judging(draft)
