@@ -170,7 +170,7 @@ class Drafter(Protocol):
     """Proposes a draft for each step. Holds its own state for the batch between `begin` calls.
 
     A drafter that runs the target itself, or draws its tokens, also has ``bind(context: DraftContext)``, which is
-    called once, before the prefill.
+    called once, before the prefill. One that can draft in Python's lists says so as a `host_trees.HostDrafter`.
     """
 
     @property
