@@ -200,7 +200,7 @@ class HFTarget:
                 depths = self._chain.depths(size)
                 self.cache.select(self._rows)
                 self._run(ids[None, start : start + size], self._chain.mask(size), depths, select=_nothing)
-                self.cache.commit(depths[:, 1:].expand(len(is_row), -1), is_row * (size - 1), is_row)
+                self.cache.commit(depths[:, 1:].expand(len(is_row), -1), is_row.int() * (size - 1), is_row)
         finally:
             self._rows = chosen
             self.cache.select(chosen)
