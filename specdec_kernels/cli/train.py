@@ -77,6 +77,7 @@ def _add_adapter_arguments(group) -> None:
     group.add_argument("--target-temperature", type=float, default=1.0, help="of the model's distribution in the loss")
     group.add_argument("--draft-temperature", type=float, default=1.0, help="of the adapter's distribution in the loss")
     group.add_argument("--answers-only", action="store_true", help="do not learn from the user's turns too")
+    group.add_argument("--init", help="folder of a trained adapter to go on from, say with a lower --lr")
 
 
 def _add_training_arguments(group, batch_size: int, rows: str) -> None:
@@ -153,6 +154,7 @@ def _train_kangaroo(args: Namespace) -> str:
         target_temperature=args.target_temperature,
         draft_temperature=args.draft_temperature,
         answers_only=args.answers_only,
+        init=args.init,
     )
     train_kangaroo(
         *places_and_data(args), options, _trainer_options(args), on_the_fly=args.on_the_fly, **generation_options(args)

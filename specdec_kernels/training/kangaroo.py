@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..hf.load import load_model
-from ..modules.kangaroo import KangarooAdapter, rope_of
+from ..modules.kangaroo import KangarooAdapter, Rope, rope_of
 from .calibrate import MAX_RANK, RankCounter, format_accuracies, row_of_token, save_accuracies
 from .data import HELD_OUT_EVERY, GenerationOptions, check_split, generate_conversations, is_held_out
 from .generate import Conversation
@@ -38,6 +38,7 @@ class AdapterOptions:
         alpha: weight of the hard labels.
         target_temperature, draft_temperature: of the soft term.
         answers_only: learn from the answers, not from the user's turns too.
+        init: folder of an adapter to go on from; None to begin as the backbone's last layer.
     """
 
     exit_layer: int
@@ -47,13 +48,17 @@ class AdapterOptions:
     target_temperature: float = 1.0
     draft_temperature: float = 1.0
     answers_only: bool = False
+    init: str | None = None
 
 
 def fresh_adapter(options: AdapterOptions, conversations: Sequence[Conversation], model) -> KangarooAdapter:
     """Return an fp32 adapter that begins as the backbone's last layer and norm, as far as their shapes are the same.
 
+    With ``options.init`` it begins as that adapter, whatever its vocabulary was.
+
     Raises:
-        ValueError: an unknown kind, or an exit layer that the model does not have.
+        FileNotFoundError: there is no such adapter.
+        ValueError: an unknown kind, an exit layer that the model does not have, or another adapter to go on from.
     """
     config = model.config.get_text_config()
     if options.kind not in KINDS:
@@ -73,8 +78,24 @@ def fresh_adapter(options: AdapterOptions, conversations: Sequence[Conversation]
         vocab_size=weight.shape[0], vocab_map=vocab_map, eps=getattr(config, "rms_norm_eps", 1e-6),
         dtype=torch.float32, device=weight.device,
     )  # fmt: skip
-    adapter.start_from(model.base_model.layers[-1], model.base_model.norm)
+    if options.init is None:
+        adapter.start_from(model.base_model.layers[-1], model.base_model.norm)
+    else:
+        _go_on_from(adapter, options.init, rope_of(model))
     return adapter
+
+
+def _go_on_from(adapter: KangarooAdapter, folder: str, rope: Rope) -> None:
+    """Take over the weights of a trained adapter."""
+    trained = KangarooAdapter.from_pretrained(folder, rope, dtype=torch.float32)
+    found, wanted = (
+        (a.exit_layer, {name: tuple(p.shape) for name, p in a.named_parameters()}) for a in (trained, adapter)
+    )
+    if found != wanted:
+        raise ValueError(f"the adapter in {folder} is behind layer {found[0]}, with {found[1]}; wanted {wanted}")
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            adapter.get_parameter(name).copy_(parameter)
 
 
 class AdapterLoss:

@@ -171,6 +171,20 @@ def test_a_fresh_adapter_is_the_last_layer(model):
     assert torch.equal(adapter.inv_freq, model.model.rotary_emb.inv_freq)
 
 
+def test_training_goes_on_from_an_adapter_with_any_vocabulary(trained, model):
+    folder, adapter = trained
+    states = LiveStates(read_conversations(folder / "work"), model, 1)
+    options = AdapterOptions(1, kind="attention", draft_vocab=12, init=str(folder / "out"))
+    further = fresh_adapter(options, states.conversations, model)
+    assert len(further.vocab_map) == 12
+    for name, parameter in adapter.named_parameters():
+        assert torch.equal(further.get_parameter(name), parameter), name
+    with pytest.raises(ValueError, match=r"is behind layer 1, with .*; wanted \(1, .*gate_proj"):
+        fresh_adapter(AdapterOptions(1, kind="layer", init=str(folder / "out")), states.conversations, model)
+    with pytest.raises(FileNotFoundError):
+        fresh_adapter(AdapterOptions(1, init=str(folder / "nowhere")), states.conversations, model)
+
+
 def test_the_last_layer_after_all_others_is_the_model_itself(trained, model):
     states = LiveStates(read_conversations(trained[0] / "work"), model, 1)
     adapter = fresh_adapter(AdapterOptions(1), states.conversations, model)
