@@ -6,7 +6,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .._validate import values_readable
 from ..ops.verify import verify_chain, verify_tree, verify_tree_greedy, verify_tree_typical
 from ..reference._verify_probs import greedy_rows
 from ..types import Verification
@@ -46,7 +45,8 @@ class RejectionAcceptance:
 
     Attributes:
         with_replacement: siblings were drawn independently of each other; default: without replacement.
-        block: verify chains as a block, which accepts more of them; trees are not affected.
+        block: verify drawn chains (`Draft.is_chain`) as a block, which accepts more of them; trees and what was
+            merged are not affected, and of chosen tokens it could accept no more.
         draft_vocab_map: ``(V',) int64`` offsets for drafters with a vocabulary of their own, see `verify_tree`.
     """
 
@@ -56,7 +56,7 @@ class RejectionAcceptance:
 
     def __call__(self, draft: Draft, target_logits: Tensor, temperature: Tensor, uniforms: Tensor) -> Verification:
         vocab_map = None if draft.logits is None else self.draft_vocab_map
-        if self.block and _is_chain(draft):
+        if self.block and draft.is_chain:
             return verify_chain(
                 draft.ids[:, 1:],
                 target_logits,
@@ -105,23 +105,6 @@ class TypicalAcceptance:
             delta=self.delta,
         )
         return _trim(verification, draft)
-
-
-def _is_chain(draft: Draft) -> bool:
-    """Say whether every row is known to be a chain.
-
-    As many levels as nodes are not enough: a row may be a tree beside one that is a chain, and where values are not
-    read `Draft.max_depth` may be a bound. There only what was drawn, token by token, counts.
-    """
-    size = draft.ids.shape[1]
-    if draft.max_depth != size - 1:
-        return False
-    if not values_readable(draft.parents, draft.num_nodes):
-        return draft.logits is not None
-    batch = draft.ids.shape[0]
-    used = [size] * batch if draft.num_nodes is None else draft.num_nodes.tolist()
-    rows = zip(draft.parents.expand(batch, -1).tolist(), used, strict=True)
-    return all(row[:count] == list(range(-1, count - 1)) for row, count in rows)
 
 
 def _trim(verification: Verification, draft: Draft) -> Verification:

@@ -217,7 +217,8 @@ class DrawnChain:
         self.num_nodes = self.num_nodes + self.drafting
         self._ids.append(ids)
         if self._uniforms is not None:
-            self._logits.append(logits)
+            # Of a recorded step they are written anew by the next one.
+            self._logits.append(logits.clone())
         if threshold is not None:
             self.drafting = self.drafting & (probs >= threshold)
 
@@ -232,4 +233,5 @@ class DrawnChain:
     def _unfinished(self) -> Draft:
         length, layout = self.length, self._layout
         ids = torch.stack(self._ids, dim=1)
-        return Draft(ids, layout.parents(length), layout.mask(length), layout.depths(length), length - 1)
+        tables = layout.parents(length), layout.mask(length), layout.depths(length)
+        return Draft(ids, *tables, length - 1, is_chain=True)

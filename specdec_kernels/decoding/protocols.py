@@ -27,6 +27,7 @@ class Draft(NamedTuple):
         num_nodes: ``(B,) int32`` nodes in use of each row, None when all are.
         num_layers_run: so many of the target's first layers were run for all nodes while drafting; their K/V is cached.
         hidden: ``(B, T, C)``, what those layers gave; None when there are none.
+        is_chain: a drawn chain, whatever was drawn; one that only became a chain by what was drawn is none.
     """
 
     ids: Tensor
@@ -38,6 +39,7 @@ class Draft(NamedTuple):
     num_nodes: Tensor | None = None
     num_layers_run: int = 0
     hidden: Tensor | None = None
+    is_chain: bool = False
 
 
 class TargetOutput(NamedTuple):

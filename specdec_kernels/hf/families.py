@@ -96,14 +96,23 @@ def _refused_class(model: PreTrainedModel) -> str | None:
 def _refused_rope(config: PreTrainedConfig, capacity: int | None) -> str | None:
     """Refuse to cross the length at which ``dynamic`` and ``longrope`` change the angles of keys already cached."""
     for rope in _rope_parameters(config):
-        kind = rope.get("rope_type", "default")
         limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if ("dynamic" in kind or kind == "longrope") and capacity is not None and capacity > limit:
+        if _follows_length(rope) and capacity is not None and capacity > limit:
             return (
-                f"{kind!r} RoPE past its original length {limit} (the angles of cached keys would change), got a "
-                f"capacity of {capacity}"
+                f"{rope['rope_type']!r} RoPE past its original length {limit} (the angles of cached keys would "
+                f"change), got a capacity of {capacity}"
             )
     return None
+
+
+def reads_positions(config: PreTrainedConfig) -> bool:
+    """Say whether the model looks at the positions on the host, which waits for a device, to choose its angles."""
+    return any(map(_follows_length, _rope_parameters(config)))
+
+
+def _follows_length(rope: dict[str, Any]) -> bool:
+    kind = rope.get("rope_type", "default")
+    return "dynamic" in kind or kind == "longrope"
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

@@ -107,6 +107,13 @@ class FusedLayer(OwnForward):
             (parent._modules, name, part, part._parameters, part._forward_hooks, part._forward_pre_hooks)
             for part, (parent, name) in zip(parts, places, strict=True)
         ]
+        # The modules around the parts.
+        blocks = [(layer._modules, "self_attn"), (layer._modules, "mlp"), (mlp._modules, "act_fn")]
+        self.blocks = [
+            (siblings, name, block, block._forward_hooks, block._forward_pre_hooks)
+            for siblings, name in blocks
+            if (block := siblings.get(name)) is not None
+        ]
         self._num_kv_heads = parts[2].out_features // self.head_dim
 
     @property
@@ -136,7 +143,7 @@ class FusedLayer(OwnForward):
         state: Any = kwargs.get("tree_state")
         cache: Any = kwargs.get("cache", kwargs.get("past_key_values"))
         is_ours = state is not None and isinstance(cache, TreeCache) and cache.dtype in (None, DTYPE)
-        weights = unhindered_weights(self.parts) if is_ours and self.is_usable(hidden_states) else None
+        weights = unhindered_weights(self.parts, self.blocks) if is_ours and self.is_usable(hidden_states) else None
         if weights is None:
             return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
         if not self._skips_attention:
@@ -193,8 +200,11 @@ class FusedLayer(OwnForward):
         return out[:, state.first_node :].flatten(2)
 
 
-def unhindered_weights(parts: list[tuple[Any, ...]]) -> list[Tensor] | None:
-    """Return the weights of parts of layers, or None where one is not to be passed over."""
+def unhindered_weights(parts: list[tuple[Any, ...]], blocks: list[tuple[Any, ...]]) -> list[Tensor] | None:
+    """Return the weights of parts of layers, or None where one, or a block of them, is not to be passed over."""
+    for siblings, name, block, hooks, pre_hooks in blocks:
+        if hooks or pre_hooks or siblings[name] is not block or "forward" in vars(block):
+            return None
     weights = []
     for siblings, name, part, parameters, hooks, pre_hooks in parts:
         weight = parameters["weight"]

@@ -54,6 +54,7 @@ class FusedStack(OwnForward):
         self._layers, self._forwards, self._cache_argument = layers, forwards, cache_argument
         # One loop over all parts of all layers: hundreds of them are looked at in each step.
         self._parts = [part for forward in forwards for part in forward.parts]
+        self._blocks = [block for forward in forwards for block in forward.blocks]
         self._linear_parameters = [parameters for forward in forwards for parameters in forward.linear_parameters]
         self._norm_type = type(layers[0].input_layernorm)
         self._windows = [forward.window or 0 for forward in forwards]
@@ -100,7 +101,7 @@ class FusedStack(OwnForward):
 
     def _parameters(self) -> tuple[list[Tensor], list[Tensor], list[int]]:
         """Return all weights, all biases and which have one; no weights where parts of a layer run by themselves."""
-        weights = unhindered_weights(self._parts)
+        weights = unhindered_weights(self._parts, self._blocks)
         if weights is None:
             return [], [], []
         biases = [parameters["bias"] for parameters in self._linear_parameters]

@@ -121,10 +121,12 @@ def speculative_generate(
         stats=stats,
         budget=budget_of(budget, model, drafter),
     )
-    for step in steps:
-        if any(step.failed):
-            raise RuntimeError(f"speculative_generate: the logits of row {step.failed.index(True)} are NaN")
-    target.release()
+    try:
+        for step in steps:
+            if any(step.failed):
+                raise RuntimeError(f"speculative_generate: the logits of row {step.failed.index(True)} are NaN")
+    finally:
+        target.release()
     if token_streamer is not None:
         token_streamer.end()
     if not keeps:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..decoding.budget import SIZES
 from ..decoding.protocols import TargetOutput
 from .cache import TreeCache
-from .families import FAMILIES
+from .families import FAMILIES, reads_positions
 
 # Where the steps of prepared models are recorded by themselves.
 RECORDED_DEVICES = ("cuda",)
@@ -71,8 +71,8 @@ class StepGraphs:
     A recording belongs to one number of nodes, one batch size and one cache. So drafts should have few sizes (those of
     a `NodeBudget` are), and caches are made in few capacities, each twice the one before, and kept. Steps of other
     sizes, steps from which ended rows are left out, prompts and parts of the layers run as ever. Models with experts
-    read their routing on the host and cannot be recorded. A replay calls no hooks, and computes with the weights where
-    they lay.
+    read their routing on the host, and those of dynamic or long RoPE their positions: they cannot be recorded. A replay
+    calls no hooks, and computes with the weights where they lay.
 
     The outputs of a step are overwritten by the next one of the same shape. One run at a time: two at once would
     share caches (not checked; `prepare`'s are lent to one target at a time). Copies begin anew.
@@ -115,13 +115,14 @@ class StepGraphs:
         return partial(StepGraphs, sizes=self.sizes, **self._options), ()
 
     def cache(self, make: Callable[[int], TreeCache], batch_size: int, num_rows: int) -> TreeCache:
-        """Return the cache for a batch whose rows need at most ``num_rows``; ``make(capacity)`` makes a new one."""
+        """Return the cache, empty, for a batch of at most ``num_rows`` each; ``make(capacity)`` makes a new one."""
         capacity = self._min_capacity
         while capacity < num_rows:
             capacity *= 2
         key = batch_size, capacity
         if key not in self._caches:
             self._caches[key] = make(capacity)
+        self._caches[key].reset()
         return self._caches[key]
 
     def state(self, key: StepKey) -> str:
@@ -210,7 +211,9 @@ def detach_graphs(module: torch.nn.Module) -> None:
 def attached_graphs(model: PreTrainedModel, user: object) -> StepGraphs | None:
     """Return the model's own for a new target, or None where there are none, where they are lent, or cannot be used."""
     graphs = vars(model).get(_ATTRIBUTE)
-    if graphs is None or model.device.type not in RECORDED_DEVICES or "experts" in FAMILIES[model.config.model_type]:
+    if graphs is None or model.device.type not in RECORDED_DEVICES:
+        return None
+    if "experts" in FAMILIES[model.config.model_type] or reads_positions(model.config):
         return None
     modules = [*model.modules()]
     if any(module._forward_hooks or module._forward_pre_hooks for module in modules):

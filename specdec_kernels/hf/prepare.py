@@ -35,8 +35,8 @@ def prepare(model: PreTrainedModel, *, graphs: StepGraphs | None = None) -> PreT
     rounding of sums. The bits of a row do not depend on how many rows there are.
 
     On a GPU, `HFTarget` also records its steps, in any dtype, and replays them: `StepGraphs` says which, and where its
-    caches stay. One target of a model at a time does so; with hooks or experts none does, and weights that came to lie
-    elsewhere are recorded anew. **This has not run on a GPU.**
+    caches stay. One target of a model at a time does so; with hooks, experts, dynamic or long RoPE none does, and
+    weights that came to lie elsewhere are recorded anew. **This has not run on a GPU.**
 
     From outside the model is the same: its modules, parameters, hooks and state dict; copies are prepared, too. Where
     a model, a dtype (fp32, fp16), a device or a mode (training, gradients, ``torch.compile``) is not what this is made

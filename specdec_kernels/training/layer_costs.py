@@ -103,7 +103,8 @@ def measure_costs(model, *, context_len: int, max_drafts: int, repeats: int = 25
     """
     target = HFTarget(model, 1, context_len + max_drafts + 1)
     device = model.device
-    target.prefill(torch.ones(1, context_len, dtype=torch.int64, device=device), torch.tensor([context_len]).int())
+    length = torch.tensor([context_len], dtype=torch.int32, device=device)
+    target.prefill(torch.ones(1, context_len, dtype=torch.int64, device=device), length)
     layout = ChainLayout(max_drafts + 1, device)
 
     def forward(num_nodes: int, plan: LayerPlan | None = None) -> float:

@@ -30,6 +30,7 @@ def make_draft(parents, *, drawn=True, num_nodes=None, vocab=V):
         max_depth=max(depths),
         logits=torch.randn(B, num, vocab) if drawn else None,
         num_nodes=num_nodes,
+        is_chain=parents == CHAIN,
     )
 
 

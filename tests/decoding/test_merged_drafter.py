@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from specdec_kernels.decoding import DecodeStats, Draft, RejectionAcceptance
+from specdec_kernels.decoding import DecodeStats, Draft, RejectionAcceptance, decode
 from specdec_kernels.decoding.drafters import DraftModelDrafter, MergedDrafter, NGramDrafter, PlainDrafter
 from specdec_kernels.decoding.drafters.merged import graft
 from specdec_kernels.testing import random_parents
@@ -174,6 +174,22 @@ def test_a_drawn_trunk_leaves_the_law_alone(table):  # noqa: F811
     drafter = MergedDrafter(model, NGramDrafter(max_drafts=3))
     counts = sample(table, lambda seeds: drafter, RejectionAcceptance(), 1.0, prompt=REPETITIVE)
     assert chi_square_excess(counts, law_of(table, 1.0)) < LIMIT
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_only_what_was_drawn_alone_is_a_chain(is_merged, table):  # noqa: F811
+    """Merged, whether it is one depends on the drawn tokens, and a rule chosen by them is not exact."""
+    model, seen = DraftModelDrafter(partial(TableTarget, table), max_drafts=2, exit_rule=ALWAYS), []
+    drafter = MergedDrafter(model, NGramDrafter(max_drafts=3)) if is_merged else model
+
+    def rule(draft, *rest):
+        seen.append(draft.is_chain)
+        return RejectionAcceptance(block=True)(draft, *rest)
+
+    prompts, lengths = torch.tensor([REPETITIVE] * 4), torch.full((4,), len(REPETITIVE), dtype=torch.int32)
+    target = TableTarget(table, 4, len(REPETITIVE) + 8 + drafter.max_nodes)
+    assert list(decode(target, drafter, prompts, lengths, acceptance=rule, max_new_tokens=8, temperature=1.0))
+    assert set(seen[1:]) == {not is_merged}
 
 
 def test_the_law_test_sees_a_choice_reported_as_a_draw(table):  # noqa: F811

@@ -129,3 +129,14 @@ def test_rows_that_ended_are_left_out_of_the_one_call_too():
         logits = target.forward(ids, *shape).logits
     assert counter.calls["decoder_layers_"] == 1
     assert torch.equal(logits[[1, 3]], few.forward(ids[[1, 3]], *shape).logits)
+
+
+@pytest.mark.parametrize("name", ["self_attn", "mlp", "mlp.act_fn"])
+def test_hooked_and_exchanged_blocks_are_run(name, tokens):  # noqa: F811
+    model = prepare(bf16_model("llama"))
+    block, seen = model.model.layers[1].get_submodule(name), []
+    with block.register_forward_hook(lambda *_: seen.append("hook")):
+        prefilled(model, tokens[None, :6])
+    block.forward = lambda *args, **kwargs: (seen.append("own"), type(block).forward(block, *args, **kwargs))[1]
+    prefilled(model, tokens[None, :6])
+    assert seen == ["hook", "own"]

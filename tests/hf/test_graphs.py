@@ -12,10 +12,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specdec_kernels.decoding.drafters import DraftModelDrafter, NGramDrafter
+from specdec_kernels.decoding.exits import ExitRule
 from specdec_kernels.hf import HFTarget
 from specdec_kernels.hf.cache import TreeCache
 from specdec_kernels.hf.generate import generate
-from specdec_kernels.hf.graphs import StepGraphs, StepKey
+from specdec_kernels.hf.graphs import StepGraphs, StepKey, attached_graphs
 from specdec_kernels.hf.prepare import prepare, restore
 from tests.decoding.test_budget import ByRows
 
@@ -240,6 +241,59 @@ def test_models_with_experts_are_not_recorded(monkeypatch):
     prepared = Prepared(monkeypatch, tiny_model("mixtral"))
     prepared.text()
     assert prepared.recorder.recorded == []
+
+
+@needs_native
+def test_models_that_look_at_their_positions_are_not_recorded(monkeypatch):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    prepared = Prepared(monkeypatch, tiny_model("llama", rope_parameters=rope))
+    prepared.text()
+    assert prepared.recorder.recorded == []
+
+
+@needs_native
+def test_a_target_begins_with_an_empty_cache(monkeypatch):
+    """Its recordings' cache holds what another target left there."""
+    prepared = Prepared(monkeypatch, tiny_model("llama"))
+    prepared.text()
+    target = HFTarget(prepared.model, 1, 16)
+    assert target.cache.is_initialized
+    assert target.prefix_len.tolist() == [0]
+
+
+@needs_native
+def test_a_failed_run_gives_its_recordings_back(monkeypatch):
+    """At once: who catches the error may keep it, and with it the target."""
+    prepared = Prepared(monkeypatch, tiny_model("llama"))
+    with torch.no_grad():
+        prepared.model.lm_head.weight[5] = torch.nan
+    with pytest.raises(RuntimeError, match="are NaN") as error:
+        prepared.text()
+    assert attached_graphs(prepared.model, prepared) is not None, error
+
+
+@needs_native
+def test_drawn_drafts_keep_the_laws_of_recorded_steps(monkeypatch):
+    """Each step of the draft model is written over the one before."""
+    laws = []
+    for prepares in (False, True):
+        small = tiny_model("llama", initializer_range=0.5)
+        small = Prepared(monkeypatch, small).model if prepares else small
+        drafter, seen = DraftModelDrafter(partial(HFTarget, small), max_drafts=4, exit_rule=ExitRule(0.0, None)), []
+        propose = drafter.propose
+        monkeypatch.setattr(drafter, "propose", lambda ids, seen=seen, propose=propose: keep(propose(ids), seen))
+        target = tiny_model("llama", initializer_range=0.5, num_hidden_layers=2)
+        options = {"max_new_tokens": 16, "do_sample": True, "top_k": 0, "seed": 3}
+        generate(target, **BATCHES["B1"], drafter=drafter, **options)
+        laws.append(seen)
+    assert max(law.shape[1] for law in laws[0]) >= 4, "two recorded steps in one draft"
+    for plain, recorded in zip(*laws, strict=True):
+        torch.testing.assert_close(plain, recorded)
+
+
+def keep(draft, seen):
+    seen.append(draft.logits.clone())
+    return draft
 
 
 @needs_native

@@ -8,7 +8,7 @@ import torch
 from specdec_kernels.hf import _chunks
 from specdec_kernels.hf.target import HFTarget
 from specdec_kernels.tree.mask import depths_from_mask, mask_from_parents
-from tests.hf.tiny import VOCAB, tiny_model
+from tests.hf.tiny import VOCAB, path_logits, tiny_model
 
 
 def int32(*values):
@@ -281,3 +281,21 @@ def test_another_thread_gets_an_error_and_not_wrong_numbers(model):
     target.prefill(PROMPTS[:1], int32(11))
     assert len(errors) == 1
     assert "works only inside HFTarget" in errors[0]
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_refilled_row_starts_over_and_the_others_go_on(model, batch, is_readable):
+    """Also where lengths are not read, as on a GPU."""
+    target, row = HFTarget(model, batch, 32), batch - 1
+    target.cache._lengths_readable = is_readable
+    prompts, lengths = torch.randint(3, VOCAB, (batch, 9)), torch.arange(9, 9 - batch, -1).int()
+    target.prefill(prompts, lengths)
+    target.refill(row, PROMPTS[0, :4])
+    lengths[row] = 4
+    assert torch.equal(target.prefix_len, lengths)
+    assert target.prefix_len.dtype == torch.int32
+    output = target.forward(torch.full((batch, 1), 7), *tree(-1))
+    for i, length in enumerate(lengths.tolist()):
+        text = PROMPTS[0, :4] if i == row else prompts[i, :length]
+        torch.testing.assert_close(output.logits[i, 0], path_logits(model, text, torch.tensor([7]))[-1])

@@ -79,7 +79,8 @@ class MergedDrafter:
             return draft_of(self.trees(pending), pending.device)
         first, *others = self.drafters
         limit = self._limit
-        trunk = merged = first_nodes(first.propose(pending), limit)
+        # Whether it stays a chain depends on what was drawn: a rule chosen by that would not be exact.
+        trunk = merged = first_nodes(first.propose(pending), limit)._replace(is_chain=False)
         for drafter in () if _is_full(trunk, limit) else others:
             merged = graft(merged, drafter.propose(pending), limit)
         if trunk.hidden is None or merged is trunk:
