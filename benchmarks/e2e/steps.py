@@ -98,11 +98,12 @@ def measure(model, nodes: Iterable[int], context_len: int, repeats: int) -> Iter
     forward = model_step(model, ids)
     plain, prepared = StepProbe(model, 1, context_len, largest), StepProbe(fast, 1, context_len, largest)
     for num_nodes in nodes:
-        # With a hook somewhere, layers run one by one.
-        handle = fast.base_model.layers[0].register_forward_hook(lambda *_: None)
+        # Layers with hooks run by themselves.
+        handles = [layer.register_forward_hook(lambda *_: None) for layer in fast.base_model.layers]
         with RecordedCalls() as calls:
             prepared.time_us(num_nodes)
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         probes = [
             partial(_timed, partial(forward, ids[:, :num_nodes])),
             partial(plain.time_us, num_nodes),

@@ -82,7 +82,7 @@ SPECDEC_INLINE double to_double(T x) {
 }
 
 // 2^t for t <= 0, relative error below 3e-12, exactly 1 at 0: t = n + f with n whole and |f| <= 1/2, and 2^f by a
-// minimax polynomial. Below the smallest normal number the result is 0 or subnormal. NaN stays NaN.
+// minimax polynomial. Below 2^-1020 the result may be 0. NaN stays NaN.
 SPECDEC_INLINE Wide exp2(Wide t) {
   const Wide x = max(wide(-1100.0), t);
 #if SPECDEC_WIDE == 8

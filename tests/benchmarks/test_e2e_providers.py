@@ -1,5 +1,6 @@
 """The providers of this interpreter, on a model of one layer."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +11,13 @@ from benchmarks.e2e import providers
 
 
 @pytest.fixture
-def settings(tmp_path, monkeypatch) -> SimpleNamespace:
+def settings(tmp_path) -> Iterator[SimpleNamespace]:
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(vocab_size=97, num_hidden_layers=1, eos_token_id=None, initializer_range=0.5, **shape)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    monkeypatch.setattr(providers.inductor, "freezing", False)  # and back when the test is over
     common = {"dtype": "float32", "threads": torch.get_num_threads(), "batch_size": 1, "max_length": 48}
-    return SimpleNamespace(name="generate", folder=str(tmp_path), pad_id=0, eos_ids=[], **common)
+    with providers.inductor.patch({"freezing": False}):  # the provider sets it; pytest's patch would delete it after
+        yield SimpleNamespace(name="generate", folder=str(tmp_path), pad_id=0, eos_ids=[], **common)
 
 
 @pytest.mark.slow

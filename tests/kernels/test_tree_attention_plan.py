@@ -72,7 +72,7 @@ def test_unaligned_memory_has_a_tile_of_its_own(what: str) -> None:
     memory = torch.empty(1, 64, 2, 160, dtype=torch.bfloat16)
     q = k = v = memory[..., :128]
     with _common.pretend_device(_aot.ARCHITECTURES["sm_90"].device):
-        assert module._plan(q, k, v).block_m == 64
+        assert module.plan_of(q, k, v).block_m == 64
         if what == "dims":
             q, k = memory[..., :120], memory[..., :120]
         elif what == "value dims":
@@ -81,17 +81,17 @@ def test_unaligned_memory_has_a_tile_of_its_own(what: str) -> None:
             v = torch.empty(1, 64, 2, 129, dtype=torch.bfloat16)[..., :128]
         else:
             q = memory[..., 1:129]
-        assert module._plan(q, k, v).block_m == 16
+        assert module.plan_of(q, k, v).block_m == 16
 
 
 def test_tf32_only_when_asked() -> None:
     q, device = torch.empty(1, 1, 1, 64), _aot.ARCHITECTURES["sm_90"].device
     with _common.pretend_device(device):
-        assert module._plan(q, q, q).precision == "ieee"
+        assert module.plan_of(q, q, q).precision == "ieee"
         with tf32_allowed(True):
-            assert module._plan(q, q, q).precision == "tf32"
+            assert module.plan_of(q, q, q).precision == "tf32"
             wide, gaps = torch.empty(1, 1, 1, 192), torch.empty(1, 1, 2, 65)[..., :64]
-            assert module._plan(wide, wide, wide).precision == module._plan(gaps, gaps, gaps).precision == "ieee"
-            assert module._plan(q.bfloat16(), q.bfloat16(), q.bfloat16()).precision == "ieee"
+            assert module.plan_of(wide, wide, wide).precision == module.plan_of(gaps, gaps, gaps).precision == "ieee"
+            assert module.plan_of(q.bfloat16(), q.bfloat16(), q.bfloat16()).precision == "ieee"
     with tf32_allowed(True), _common.pretend_device(_aot.ARCHITECTURES["gfx950"].device):  # has no such instruction
-        assert module._plan(q, q, q).precision == "ieee"
+        assert module.plan_of(q, q, q).precision == "ieee"

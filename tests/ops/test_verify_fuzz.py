@@ -153,7 +153,7 @@ def _near(ref, args: dict, row: int) -> list[list]:
     own = {k: v[row : row + 1] if isinstance(v, Tensor) and k != "draft_vocab_map" else v for k, v in args.items()}
     uniforms, found = own["uniforms"].double(), []
     for sign in (-1, 1):
-        step = (uniforms * 2.0**-22).clamp(min=2.0**-1022)  # a kernel may take a subnormal weight for none
+        step = (uniforms * 2.0**-22).clamp(min=2.0**-1020)  # a kernel may take a smaller weight for none
         moved = (uniforms + sign * step).clamp(0, 1 - 2.0**-53)
         for choice in (torch.ones(uniforms.shape[1]), *torch.eye(uniforms.shape[1])):
             found.append(_row(ref(**own | {"uniforms": torch.where(choice > 0, moved, uniforms)}), 0))
@@ -185,12 +185,19 @@ def test_fuzz(call):
     check_call(call)
 
 
-def test_subnormal_weights() -> None:
-    """At u = 0 an id of probability 1e-313 is drawn, or the next one; a run of the minute below has found it."""
-    normal = {"target": "normal", "draft": "normal", "draft_is_near": False, "dtypes": (torch.float32, torch.float32)}
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "uniforms"),
+    [
+        (torch.float32, {"seed": 194, "num_rows": 4, "num_nodes": 3, "vocab": 7}, (0.0, 0.0)),
+        (torch.float16, {"seed": 50320, "num_rows": 3, "num_nodes": 3, "vocab": 8193}, (0.0,)),
+    ],
+    ids=["1e-313", "2^-1020.03"],
+)
+def test_weights_of_nearly_nothing(dtype, sizes, uniforms) -> None:
+    """At u = 0 an id of such a probability is drawn, or the next one; runs of the minute below have found these."""
+    normal = {"target": "normal", "draft": "normal", "draft_is_near": False, "dtypes": (dtype, torch.float32)}
     flags = {"double_uniforms": False, "few_ids": False, "strided": False, "flat_tree": False, "num_columns": None}
-    sizes = {"seed": 194, "num_rows": 4, "num_nodes": 3, "vocab": 7}
-    check_call(Call("chain", temperatures=(0.0, 0.0, 0.001), uniforms=(0.0, 0.0), **sizes, **normal, **flags))
+    check_call(Call("chain", temperatures=(0.0, 0.0, 0.001), uniforms=uniforms, **sizes, **normal, **flags))
 
 
 @pytest.mark.slow
