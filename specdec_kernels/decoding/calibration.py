@@ -113,7 +113,7 @@ class Calibration:
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: nothing was measured in this setting; the message lists what was.
+            ValueError: not such a file, or nothing was measured in this setting; the message lists what was.
         """
         path = file_of(path, setting.device)
         if not path.exists():
@@ -169,7 +169,10 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        return list(json.loads(path.read_text(encoding="utf-8"))["calibrations"])
+        entries = list(json.loads(path.read_text(encoding="utf-8"))["calibrations"])
+        for entry in entries:
+            Calibration._from_json(entry)
+        return entries
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a calibration file: {error!r}") from error
 

@@ -54,6 +54,17 @@ def test_what_is_missing_is_said(tmp_path):
         Calibration.load(path, HERE)
 
 
+@pytest.mark.parametrize("key", ["setting", "steps", "drafters", "rest", "gains"])
+def test_an_entry_without_a_part_is_no_calibration(tmp_path, key):
+    path = calibration().save(tmp_path)
+    content = json.loads(path.read_text())
+    (entry,) = content["calibrations"]
+    del (entry if key in entry else entry["drafters"]["medusa"])[key]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"not a calibration file: .*{key}"):
+        Calibration.load(path, HERE)
+
+
 def test_a_step_has_the_drafters_time():
     found = calibration()
     assert found.step_us()(9, 1, 256) == found.step_us("unknown")(9, 1, 256) == 180
