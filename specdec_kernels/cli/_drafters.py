@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..hf.load import PACKAGED_MODEL
+from ..tree import DraftTree
 
 # What comes with the repository; it fits the packaged model only.
 _EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -15,9 +16,16 @@ SHIPPED_SKIPS = _EXAMPLES / "skips" / "smollm2-135m-instruct"
 _SHIPPED = {"heads": SHIPPED_HEADS, "adapter": SHIPPED_ADAPTER, "skips": SHIPPED_SKIPS}
 _MADE_BY = {"heads": "train medusa", "adapter": "train kangaroo --exit-layer N", "skips": "search layers"}
 
-NAMES = ("medusa", "ngram", "medusa+ngram", "kangaroo", "kangaroo+ngram", "layer-skip", "draft-model", "plain")
+NAMES = (
+    "medusa", "ngram", "medusa+ngram", "kangaroo", "kangaroo-tree", "kangaroo+ngram", "layer-skip", "draft-model",
+    "plain",
+)  # fmt: skip
 # Of a merged tree: what a CPU verifies without being much slower than for one node.
 MERGED_NODES, LOOKUP_DRAFTS, LOOKUP_BRANCHES = 16, 10, 1
+# Every level costs the first layers and the adapter, on a CPU nearly the same for a few nodes as for one; a level behind
+# an improbable token seldom pays.
+KANGAROO_TREE = DraftTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [0, 0, 0, 0]])
+KANGAROO_THRESHOLD = 0.8
 
 
 def add_arguments(parser) -> None:
@@ -53,7 +61,7 @@ def make(name: str, args, model) -> Any:
     if name == "layer-skip":
         return drafters.LayerSkipDrafter.from_pretrained(folder_of("skips", args))
     if name.startswith("kangaroo"):
-        own: Any = drafters.KangarooDrafter.from_pretrained(folder_of("adapter", args), model)
+        own: Any = _kangaroo(folder_of("adapter", args), model, KANGAROO_TREE if name == "kangaroo-tree" else None)
     else:
         tree = None if args.draft_nodes is None else DynamicTree(args.draft_nodes)
         own = drafters.MedusaDrafter.from_pretrained(folder_of("heads", args), model, tree=tree)
@@ -81,8 +89,19 @@ def folder_of(option: str, args) -> Path:
 
 def _folder_option(name: str) -> str | None:
     """Return the option that names the folder of a drafter, if it has one."""
-    kinds = {"medusa": "heads", "kangaroo": "adapter", "layer-skip": "skips"}
+    kinds = {"medusa": "heads", "kangaroo": "adapter", "kangaroo-tree": "adapter", "layer-skip": "skips"}
     return kinds.get(name.removesuffix("+ngram"))
+
+
+def _kangaroo(folder: Path, model, tree: DraftTree | None) -> Any:
+    """Return a drafter that stops by `KANGAROO_THRESHOLD`; a ``tree.json`` in the folder is preferred to the tree."""
+    from ..decoding import drafters
+    from ..decoding.drafters.medusa import TREE_FILE
+    from ..decoding.exits import ExitRule
+
+    tree = None if (folder / TREE_FILE).exists() else tree
+    rule = ExitRule(threshold=KANGAROO_THRESHOLD, target_rate=None)
+    return drafters.KangarooDrafter.from_pretrained(folder, model, tree=tree, exit_rule=rule)
 
 
 def _draft_target(name: str, model):

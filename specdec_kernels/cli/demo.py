@@ -145,7 +145,7 @@ def _print_table(comparisons: list[Comparison], stats, drafter, sampled: bool, p
     ]
     print("\n" + "\n".join(f"{name:<32}{value}" for name, value in rows))
     if isinstance(tree, DraftTree):
-        print("\ndraft tree (node numbers; children are ranked candidates of the next head)\n")
+        print("\ndraft tree (node numbers; children are ranked candidates)\n")
         print(draw_text(tree))
 
 

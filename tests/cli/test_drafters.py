@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from argparse import ArgumentParser
 
 import pytest
@@ -13,6 +14,7 @@ from specdec_kernels.decoding import DynamicTree, drafters
 from specdec_kernels.hf import speculative_generate
 from specdec_kernels.modules import MedusaHeads
 from specdec_kernels.training.kangaroo import AdapterOptions, fresh_adapter
+from specdec_kernels.tree import DraftTree
 from tests.hf.tiny import VOCAB, tiny_model
 
 
@@ -38,6 +40,7 @@ KINDS = {
     "ngram": drafters.NGramDrafter,
     "medusa+ngram": drafters.MergedDrafter,
     "kangaroo": drafters.KangarooDrafter,
+    "kangaroo-tree": drafters.KangarooDrafter,
     "kangaroo+ngram": drafters.MergedDrafter,
     "layer-skip": drafters.LayerSkipDrafter,
     "draft-model": drafters.DraftModelDrafter,
@@ -65,6 +68,19 @@ def test_every_name_makes_a_drafter(folder, name, kind):
 def test_a_budget_makes_dynamic_trees(folder):
     drafter = _drafters.make("medusa", arguments(folder, "--draft-nodes", "7"), tiny_model("llama"))
     assert drafter.tree == DynamicTree(7)
+
+
+def test_kangaroo_drafts_chains_or_a_tree(folder, tmp_path):
+    args, model = arguments(folder, f"--adapter={folder / 'adapter'}"), tiny_model("llama")
+    chain, tree = (_drafters.make(name, args, model) for name in ("kangaroo", "kangaroo-tree"))
+    assert (chain.tree, tree.tree) == (None, _drafters.KANGAROO_TREE)
+    assert (chain.max_nodes, tree.max_nodes) == (7, 8)
+    assert {drafter.exit_rule.threshold for drafter in (chain, tree)} == {_drafters.KANGAROO_THRESHOLD}
+    own = DraftTree.from_choices([[0], [1]])
+    shutil.copytree(folder / "adapter", tmp_path / "adapter")
+    own.save(tmp_path / "adapter" / "tree.json")
+    args.adapter = tmp_path / "adapter"
+    assert _drafters.make("kangaroo-tree", args, model).tree == own, "the adapter's own tree goes first"
 
 
 def test_every_name_is_tested():
