@@ -22,8 +22,8 @@ NAMES = (
 )  # fmt: skip
 # Of a merged tree: what a CPU verifies without being much slower than for one node.
 MERGED_NODES, LOOKUP_DRAFTS, LOOKUP_BRANCHES = 16, 10, 1
-# Every level costs the first layers and the adapter, on a CPU nearly the same for a few nodes as for one; a level behind
-# an improbable token seldom pays.
+# Every level costs the first layers and the adapter, on a CPU nearly the same for a few nodes as for one; a level
+# behind an improbable token seldom pays.
 KANGAROO_TREE = DraftTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [0, 0, 0, 0]])
 KANGAROO_THRESHOLD = 0.8
 
