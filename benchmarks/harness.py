@@ -213,8 +213,12 @@ def table(results: list[Result]) -> str:
 
 def run_benchmark(
     bench: ModuleType, device: torch.device, options: Options, case_ids: Iterable[str]
-) -> tuple[Machine, list[Result]]:
-    """Run the cases of one benchmark file, printing as it goes; when interrupted, return what was measured."""
+) -> tuple[Machine, list[Result], bool]:
+    """Run the cases of one benchmark file, printing as it goes.
+
+    Returns:
+        The machine, what was measured, and whether an interruption stopped it.
+    """
     machine, roofline = describe_machine(device), measure_roofline(device)
     print(machine.banner())
     print(roofline.banner())
@@ -225,7 +229,8 @@ def run_benchmark(
             results += _run_case(bench, case_id, device, options, machine, roofline, told)
     except KeyboardInterrupt:
         print(f"{bench.OP}: stopped", flush=True)
-    return machine, results
+        return machine, results, True
+    return machine, results, False
 
 
 def _run_case(

@@ -20,6 +20,8 @@ EXTRAS = {
     "accelerate": "demo", "gguf": "demo", "optuna": "search", "safetensors": "hf", "tqdm": "train",
     "transformers": "hf",
 }  # fmt: skip
+# The exit code of a command that ctrl-C has ended, as shells have it.
+INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     args.argv = argv
     try:
         return importlib.import_module(f".{args.command}", __package__).run(args)
+    except KeyboardInterrupt:
+        print(f"specdec-kernels {args.command}: stopped", file=sys.stderr)
+        return INTERRUPTED
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:

@@ -42,7 +42,11 @@ def benchmark_names() -> list[str]:
 
 
 def run(args: Namespace) -> int:
-    """Run one benchmark, or all; return the exit code."""
+    """Run one benchmark, or all; return the exit code.
+
+    Raises:
+        KeyboardInterrupt: again, when what was measured until then is printed and saved.
+    """
     names = benchmark_names()
     if not names:
         print("specdec-kernels bench runs from a clone of the repository: no benchmarks folder here", file=sys.stderr)
@@ -70,13 +74,16 @@ def _run_one(name: str, args: Namespace) -> int:
         print(f"{name} has no case like {' or '.join(map(repr, patterns))}; see --list", file=sys.stderr)
         return 2
     options = harness.Options(args.seconds, args.cold, args.peer_python, args.limit)
-    machine, results = harness.run_benchmark(bench, args.device, options, case_ids)
-    print(harness.table(results))
+    machine, results, stopped = harness.run_benchmark(bench, args.device, options, case_ids)
+    if results or not stopped:
+        print(harness.table(results))
     if args.save and results:
         path = harness.save(args.name or name, machine, results, args.add)
         draw = getattr(bench, "draw", None) or importlib.import_module("benchmarks.plot").plot
         drawn = draw(path)
         print("written:", *[path, *(drawn if isinstance(drawn, list) else [drawn])], flush=True)
+    if stopped:
+        raise KeyboardInterrupt
     if hasattr(bench, "notes"):
         print(bench.notes(results, args.device))
     return 0

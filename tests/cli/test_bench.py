@@ -71,7 +71,8 @@ def test_a_provider_that_cannot_run_is_told_and_left_out(capsys, monkeypatch) ->
         providers=lambda case: providers,
         skip=lambda case, device, seconds: "9 is too many" if case == 9 else None,
     )
-    _, results = harness.run_benchmark(bench, CPU, harness.Options(seconds=0.0), bench.CASES)
+    _, results, stopped = harness.run_benchmark(bench, CPU, harness.Options(seconds=0.0), bench.CASES)
+    assert not stopped
     assert {r.provider for r in results} == {"reference", "ours", "slow"}
     assert {r.case for r in results} == {"n8", "n7"}
     lines = capsys.readouterr().out.splitlines()
@@ -79,18 +80,30 @@ def test_a_provider_that_cannot_run_is_told_and_left_out(capsys, monkeypatch) ->
     assert "toy n9: skipped, 9 is too many" in lines
 
 
-def test_what_was_measured_before_an_interruption_is_kept(capsys, monkeypatch) -> None:
+def interrupted(inputs: torch.Tensor) -> list[torch.Tensor]:
+    if len(inputs) == 9:
+        raise KeyboardInterrupt
+    return [inputs * 2]
+
+
+def test_an_interruption_ends_the_command_and_keeps_what_was_measured(tmp_path, capsys, monkeypatch) -> None:
+    """In the second case of the first of two ops: nothing is asked of the second, and nothing more of the first."""
     monkeypatch.setattr(harness, "measure_roofline", lambda device: ROOFLINE)
-
-    def interrupt(inputs) -> list[torch.Tensor]:
-        if len(inputs) == 9:
-            raise KeyboardInterrupt
-        return [inputs * 2]
-
-    bench = toy_bench(CASES={"n8": 8, "n9": 9, "n7": 7}, providers=lambda case: {"reference": interrupt})
-    _, results = harness.run_benchmark(bench, CPU, harness.Options(seconds=0.0), bench.CASES)
-    assert {r.case for r in results} == {"n8"}
-    assert capsys.readouterr().out.endswith("toy: stopped\n")
+    monkeypatch.setattr(harness, "describe_machine", lambda device: MACHINE)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command, "benchmark_names", lambda: ["first", "second"])
+    cases = {"n8": 8, "n9": 9, "n7": 7}
+    changes = {"notes": unavailable, "draw": lambda path: path}
+    first = toy_bench(CASES=cases, providers=lambda case: {"reference": interrupted}, **changes)
+    monkeypatch.setitem(sys.modules, "benchmarks.bench_first", first)
+    monkeypatch.setitem(sys.modules, "benchmarks.bench_second", None)  # its import would fail
+    assert main(["bench", "--seconds", "0", "--save"]) == 130
+    said = capsys.readouterr()
+    assert "toy: stopped\n" in said.out
+    assert said.err == "specdec-kernels bench: stopped\n"
+    (saved,) = tmp_path.rglob("*.jsonl")
+    assert {json.loads(line)["case"] for line in saved.read_text().splitlines()} == {"n8"}
 
 
 class Remote:
