@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import attention_tables
 from benchmarks import plot as drawing
-from benchmarks.e2e import calibrated, scaling, sentences, steps
+from benchmarks.e2e import calibrated, likely, scaling, sentences, steps
 from benchmarks.e2e.catalogue import OURS, PROVIDERS
 from benchmarks.e2e.rows import Row, Run, geometric, percentile, read_run
 from benchmarks.e2e.sentences import same_texts
@@ -189,6 +189,7 @@ BLOCKS: dict[str, Callable[..., list[str]]] = {
     "e2e-drafters": lambda path, *names: markdown_drafters(read_run(path), *names),
     "e2e-phases": lambda path: markdown_phases(read_run(path)),
     "e2e-prompts": lambda path: markdown_prompts(read_run(path)),
+    "e2e-likely": likely.markdown,
     "e2e-steps": steps.markdown,
     "attention": attention_tables.grid,
     "attention-others": attention_tables.others,

@@ -1,5 +1,6 @@
 """Drafters by name, for the commands that decode."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--heads", type=Path, help="folder with Medusa heads (default: the shipped ones for smollm2)")
     parser.add_argument("--draft-nodes", type=int, metavar="T", help="for medusa: trees of T nodes, chosen anew at "
                         "each step (default: the tree.json of the heads)")  # fmt: skip
+    parser.add_argument("--min-prob", type=float, metavar="P", help="for medusa's dynamic trees and n-grams: leave out "
+                        "nodes that are less likely (default: as tree.json says, and 0.06 for n-grams)")  # fmt: skip
     parser.add_argument("--adapter", type=Path, help="for kangaroo: folder with the adapter")
     parser.add_argument("--skips", type=Path, help="for layer-skip: what `specdec-kernels search layers` wrote "
                         "(default: as the heads)")  # fmt: skip
@@ -55,7 +58,7 @@ def make(name: str, args, model) -> Any:
     if name == "plain":
         return drafters.PlainDrafter()
     if name == "ngram":
-        return drafters.NGramDrafter(max_drafts=LOOKUP_DRAFTS)
+        return drafters.NGramDrafter(max_drafts=LOOKUP_DRAFTS, **_probability(args))
     if name == "draft-model":
         return drafters.DraftModelDrafter(_draft_target(args.draft_model, model))
     if name == "layer-skip":
@@ -63,12 +66,19 @@ def make(name: str, args, model) -> Any:
     if name.startswith("kangaroo"):
         own: Any = _kangaroo(folder_of("adapter", args), model, KANGAROO_TREE if name == "kangaroo-tree" else None)
     else:
-        tree = None if args.draft_nodes is None else DynamicTree(args.draft_nodes)
+        tree = None if args.draft_nodes is None else DynamicTree(args.draft_nodes, **_probability(args))
         own = drafters.MedusaDrafter.from_pretrained(folder_of("heads", args), model, tree=tree)
+        if args.min_prob is not None and tree is None and isinstance(own.tree, DynamicTree):
+            tree = replace(own.tree, **_probability(args))
+            own = drafters.MedusaDrafter.from_pretrained(folder_of("heads", args), model, tree=tree)
     if not name.endswith("+ngram"):
         return own
-    lookup = drafters.NGramDrafter(max_drafts=LOOKUP_DRAFTS, num_branches=LOOKUP_BRANCHES)
+    lookup = drafters.NGramDrafter(max_drafts=LOOKUP_DRAFTS, num_branches=LOOKUP_BRANCHES, **_probability(args))
     return drafters.MergedDrafter(own, lookup, max_nodes=max(MERGED_NODES, own.max_nodes))
+
+
+def _probability(args) -> dict[str, Any]:
+    return {} if args.min_prob is None else {"min_prob": args.min_prob}
 
 
 def folder_of(option: str, args) -> Path:

@@ -35,7 +35,7 @@ def calibrated(args: Namespace) -> Path:
                    "contexts": args.context, "threads": args.threads}  # fmt: skip
         words = [w for name, value in options.items() if value is not None for w in (f"--{name}", str(value))]
         if args.dynamic:
-            words += ["--draft-nodes", str(args.nodes or DYNAMIC_NODES)]
+            words += ["--draft-nodes", str(args.nodes or DYNAMIC_NODES), "--min-prob", str(args.min_prob)]
         words += ["--prepare" if setting.prepared else "--no-prepare"]
         words += [] if known is None else ["--keep-steps"]
         parser = ArgumentParser()
@@ -86,10 +86,10 @@ def fastest_dynamic(args: Namespace) -> tuple[DynamicTree, dict[str, Any]]:
     if args.drafter not in calibration.drafters:
         raise ValueError(f"{args.drafter} was not measured; run `specdec-kernels calibrate --drafter {args.drafter}`")
     gains = calibration.drafters[args.drafter].gains[: args.nodes]
-    step_us = calibration.step_us(args.drafter)
+    budget = calibration.budget(args.drafter).budget
     sizes = []
     for nodes in range(1, len(gains) + 1):
-        tokens, time_us = math.fsum(gains[:nodes]), step_us(nodes, args.batch_size, args.context)
+        tokens, time_us = math.fsum(gains[:nodes]), budget.step_us(nodes, args.batch_size, args.context)
         sizes.append((nodes, tokens, tokens / time_us * 1e6, time_us))
     best = max(sizes, key=lambda size: size[2])
     print(
@@ -101,7 +101,7 @@ def fastest_dynamic(args: Namespace) -> tuple[DynamicTree, dict[str, Any]]:
         rows.append((nodes, f"{tokens:.4f}", *cells))
     print_table(rows)
     _save_plot([size[:3] for size in sizes], args)
-    return DynamicTree(best[0]), {
+    return DynamicTree(best[0], min_prob=args.min_prob), {
         "expected_tokens_per_step": best[1],
         "fastest_on": _machine(setting, args),
         "source": f"tree optimize --dynamic, by the steps and the acceptance of {args.drafter} in the calibration",

@@ -62,6 +62,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     machine.add_argument("--dynamic", action="store_true", help="size a tree that is chosen anew at each step, by how "
                          "often its nodes were accepted; up to the size that was measured (with --model: --nodes, by "
                          f"default {DYNAMIC_NODES})")  # fmt: skip
+    machine.add_argument("--min-prob", type=float, default=0.0, metavar="P", help="with --dynamic: leave out nodes "
+                         "that are less likely")  # fmt: skip
     machine.add_argument("--svg", type=Path, metavar="OUT", help="plot tokens per step and per second by nodes")
     add_setting_arguments(machine)
     optimize.add_argument("--max-children", type=int, help="at most this many children for each node")

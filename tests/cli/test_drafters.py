@@ -83,6 +83,25 @@ def test_kangaroo_drafts_chains_or_a_tree(folder, tmp_path):
     assert _drafters.make("kangaroo-tree", args, model).tree == own, "the adapter's own tree goes first"
 
 
+def test_a_probability_of_nodes(folder):
+    """It goes to the dynamic trees, those of the heads' folder among them, and to the n-grams."""
+    model = tiny_model("llama")
+
+    def tree(*options):
+        return _drafters.make("medusa", arguments(folder, *options), model).tree
+
+    assert tree("--draft-nodes", "7", "--min-prob", "0.2") == DynamicTree(7, min_prob=0.2)
+    assert not isinstance(tree("--min-prob", "0.2"), DynamicTree)
+    DynamicTree(9, min_prob=0.1).save(folder / "heads" / "tree.json")
+    try:
+        assert [tree(), tree("--min-prob", "0.3")] == [DynamicTree(9, min_prob=p) for p in (0.1, 0.3)]
+    finally:
+        (folder / "heads" / "tree.json").unlink()
+    for name in ("ngram", "medusa+ngram"):
+        lookup = _drafters.make(name, arguments(folder, "--min-prob", "0.3"), model)
+        assert (lookup.drafters[1] if name != "ngram" else lookup).min_prob == 0.3
+
+
 def test_every_name_is_tested():
     assert set(_drafters.NAMES) == set(KINDS)
 

@@ -112,7 +112,9 @@ def test_optimize_for_a_machine(heads_folder, capsys, batch_size):
     assert svg.read_text(encoding="utf-8").count("<polyline") == 2
 
 
-@pytest.mark.parametrize(("rows", "options", "nodes"), [(1, "", 2), (1, "--nodes 1", 1), (8, "", 1)])
+@pytest.mark.parametrize(
+    ("rows", "options", "nodes"), [(1, "", 2), (1, "--nodes 1", 1), (8, "", 1), (1, "--min-prob 0.2", 2)]
+)
 def test_optimize_a_dynamic_tree_for_a_machine(heads_folder, capsys, rows, options, nodes):
     """By the nodes that were accepted, whatever accuracies there are."""
     (heads_folder / "accuracy.json").unlink()
@@ -124,7 +126,7 @@ def test_optimize_a_dynamic_tree_for_a_machine(heads_folder, capsys, rows, optio
     svg = heads_folder / "speed.svg"
     assert main([*command.split(), "--batch-size", str(rows), "--svg", str(svg)]) == 0
     metadata = load_metadata(heads_folder / "tree.json")
-    assert DynamicTree.from_metadata(metadata) == DynamicTree(nodes)
+    assert DynamicTree.from_metadata(metadata) == DynamicTree(nodes, min_prob=0.2 if "--min-prob" in options else 0.0)
     assert metadata["expected_tokens_per_step"] == pytest.approx([1.0, 1.6, 2.1][nodes - 1])
     assert metadata["fastest_on"]["batch_size"] == rows
     out = capsys.readouterr().out

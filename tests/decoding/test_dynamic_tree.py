@@ -63,24 +63,43 @@ def test_bad_numbers_still_give_trees(bad):
         assert len(set(paths_of(parents, columns, 6))) == 23
 
 
+@pytest.mark.parametrize("min_prob", [0.0, 1e-30, 0.05])
 @pytest.mark.parametrize("bad", [0.0, torch.nan, -torch.inf, torch.inf, -3e38])
-def test_the_heap_and_the_levels_grow_the_same(bad, monkeypatch):
+def test_the_heap_and_the_levels_grow_the_same(bad, min_prob, monkeypatch):
     """Few paths are grown on the host: the same trees, whatever the numbers and wherever fp32 rounds two sums alike."""
     log_probs = torch.randn(4, 4, 7).log_softmax(-1) + torch.tensor([0.0, -1e5, -1e7, -1e9])[:, None, None]
     log_probs[torch.rand(4, 4, 7) < 0.2] = bad
-    trees = grow_best_first(log_probs, 15)
+    trees = grow_best_first(log_probs, 15, min_prob)
     monkeypatch.setattr("specdec_kernels.decoding.dynamic_tree.HOST_PATHS", 0)
-    expected = grow_best_first(log_probs, 15)
-    for tree, other in zip(trees, expected, strict=True):
+    expected = grow_best_first(log_probs, 15, min_prob)
+    assert (trees.used is None) == (expected.used is None) == (min_prob == 0)
+    for tree, other in zip(trees[: 4 if min_prob else 3], expected, strict=min_prob > 0):
         assert torch.equal(tree, other)
         assert tree.dtype == other.dtype
+
+
+@pytest.mark.parametrize("host_paths", [0, 512])
+@pytest.mark.parametrize("min_prob", [0.01, 0.2, 0.999])
+def test_nodes_below_the_probability_are_not_used(min_prob, host_paths, monkeypatch):
+    monkeypatch.setattr("specdec_kernels.decoding.dynamic_tree.HOST_PATHS", host_paths)
+    log_probs = torch.randn(5, 3, 4).mul(3).log_softmax(-1)
+    log_probs[0], log_probs[1, 0, 0] = torch.nan, 0.0
+    trees = grow_best_first(log_probs, 12, min_prob)
+    assert trees.parents.shape == (5, 12)
+    for row, used in enumerate(trees.used.tolist()):
+        expected = [path for prob, path in every_path(log_probs[row].tolist()) if prob.exp() >= min_prob][:11]
+        assert used == 1 + len(expected)
+        paths = paths_of(trees.parents[row].tolist(), trees.columns[row].tolist(), 4)
+        assert paths[: used - 1] == expected
+    assert trees.used[0] == 1
+    assert trees.used[1] > 1
 
 
 def test_one_graph_and_no_data_dependence():
     """On the meta device there is nothing to wait for; a tree that asked for a value would raise."""
 
     def grow(log_probs):
-        trees = grow_best_first(log_probs, 20)
+        trees = grow_best_first(log_probs, 20, 0.01)
         return *trees, mask_from_parents(trees.parents)
 
     log_probs = torch.randn(3, 4, 8).log_softmax(-1)
@@ -101,6 +120,9 @@ def test_one_graph_and_no_data_dependence():
         (lambda: grow_best_first(torch.zeros(2, 3, 4), 0), r"num_nodes must be in \[1, 1024\], got 0"),
         (lambda: DynamicTree(0), r"num_nodes must be in \[1, 1024\], got 0"),
         (lambda: DynamicTree(4, 65), r"top_k must be in \[1, 64\], got 65"),
+        (lambda: DynamicTree(4, min_prob=1.0), r"DynamicTree: min_prob must be in \[0, 1\), got 1.0"),
+        (lambda: grow_best_first(torch.zeros(2, 3, 4), 4, -0.1), r"min_prob must be in \[0, 1\), got -0.1"),
+        (lambda: grow_best_first(torch.zeros(2, 3, 4), 4, torch.nan), r"min_prob must be in \[0, 1\), got nan"),
     ],
 )
 def test_rejects(call, message):

@@ -35,7 +35,7 @@ def test_a_draft_describes_the_trees_it_is_made_of(sizes):
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 8, 99])
-@pytest.mark.parametrize("tree", [TREE, DynamicTree(7, 5)], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize("tree", [TREE, DynamicTree(7, 5), DynamicTree(7, 5, 0.1)], ids=["fixed", "dynamic", "likely"])
 @pytest.mark.parametrize("lookup_first", [False, True])
 def test_merging_in_lists_and_in_tensors(tree, limit, lookup_first, monkeypatch):
     """Two rows, of which one finds a loop in its text and the other nothing."""

@@ -73,7 +73,9 @@ def test_root_conditioned_heads_see_the_pending_tokens():
 
 
 @pytest.mark.parametrize("root_conditioned", [False, True])
-@pytest.mark.parametrize("tree", [TREE, DynamicTree(12, 5)], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize(
+    "tree", [TREE, DynamicTree(12, 5), DynamicTree(12, 5, 1e-30)], ids=["fixed", "dynamic", "likely"]
+)
 def test_drafting_merging_and_observing_wait_for_nothing(tree, root_conditioned):
     """On the meta device there is nothing to wait for: whoever asked for a value would raise."""
 
@@ -94,7 +96,11 @@ def test_drafting_merging_and_observing_wait_for_nothing(tree, root_conditioned)
         return [[getattr(value, "shape", value) for value in draft] for draft in drafts]
 
     alone, merged, again = shapes("meta")
-    assert alone == shapes("cpu")[0]
+    used = alone.pop(6)
+    assert (used is None) == (getattr(tree, "min_prob", 0.0) == 0.0), "what nobody may look at may be anything"
+    on_cpu = shapes("cpu")[0]
+    del on_cpu[6]
+    assert alone == on_cpu
     # Nobody has looked how many nodes the two have in common.
     assert merged[0] == again[0] == (3, alone[0][1] + 3)
 
@@ -115,6 +121,30 @@ def test_a_dynamic_tree_has_the_likeliest_nodes_of_each_row():
     assert torch.equal(draft.depths, depths_from_mask(draft.tree_mask))
     assert draft.logits is None
     assert draft.num_nodes is None
+
+
+@pytest.mark.parametrize("host_paths", [0, 512])
+def test_a_dynamic_tree_has_no_nodes_that_are_too_unlikely(host_paths, monkeypatch):
+    """Each row its own number, and the draft is as wide as the widest."""
+    monkeypatch.setattr("specdec_kernels.decoding.drafters.medusa.HOST_PATHS", host_paths)
+    heads, weight = random_heads(), torch.randn(VOCAB, HIDDEN)
+    whole, likely = (MedusaDrafter(heads, DynamicTree(12, 5, p), weight) for p in (0.0, 0.2))
+    hidden = started(whole)
+    likely.begin(None, None, output_of(hidden[:, None]))
+    pending = torch.tensor([7, 8, 9])
+    expected, draft = whole.propose(pending), likely.propose(pending)
+    best = heads(hidden, weight).softmax(-1).topk(5).values
+    columns = grow_best_first(best.log(), 12).columns
+    for row, used in enumerate(draft.num_nodes.tolist()):
+        assert torch.equal(draft.ids[row, :used], expected.ids[row, :used])
+        assert torch.equal(draft.parents[row, :used], expected.parents[row, :used])
+        prob = [1.0]
+        for parent, column in zip(expected.parents[row, 1:].tolist(), columns[row].tolist(), strict=True):
+            prob.append(prob[parent] * float(best[row].flatten()[column]))
+        assert used == sum(p >= 0.2 for p in prob)
+    assert draft.ids.shape[1] == int(draft.num_nodes.max()) < 12
+    assert len(set(draft.num_nodes.tolist())) > 1
+    assert (likely.max_nodes, draft.max_depth < draft.ids.shape[1]) == (12, True)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 99])
@@ -273,11 +303,11 @@ def test_saves_and_loads(tmp_path, own_projection, root_conditioned):
 
 def test_saves_and_loads_a_dynamic_tree(tmp_path):
     weight = torch.randn(VOCAB, HIDDEN)
-    drafter = MedusaDrafter(random_heads(), DynamicTree(10, 4), weight)
+    drafter = MedusaDrafter(random_heads(), DynamicTree(10, 4, 0.25), weight)
     drafter.tree_metadata = {"source": "a test"}
     drafter.save_pretrained(tmp_path)
     loaded = MedusaDrafter.from_pretrained(tmp_path, model_with(weight))
-    assert loaded.tree == DynamicTree(10, 4)
+    assert loaded.tree == DynamicTree(10, 4, 0.25)
     assert loaded.tree_metadata == {"source": "a test"}
     assert MedusaDrafter.from_pretrained(tmp_path, model_with(weight), tree=DynamicTree(3)).tree == DynamicTree(3)
 

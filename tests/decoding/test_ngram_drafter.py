@@ -5,7 +5,7 @@ import torch
 
 from specdec_kernels.decoding import DecodeStats, GreedyAcceptance, RejectionAcceptance, decode
 from specdec_kernels.decoding.drafters import NGramDrafter
-from specdec_kernels.decoding.drafters.ngram import SuffixIndex
+from specdec_kernels.decoding.drafters.ngram import SuffixIndex, promising
 from specdec_kernels.tree.mask import depths_from_mask, mask_from_parents
 
 from .test_drafting import context_of, decoded
@@ -78,6 +78,23 @@ def test_what_was_emitted_is_looked_up_too():
     assert propose(drafter).ids.tolist() == [[3, 7, 9]]
 
 
+def test_the_longer_the_suffix_the_longer_the_draft():
+    """Tokens behind a single one are drafted as long as they are likely, those behind a longer suffix further."""
+    text = [1, 2, 3, 9, 8, 7, 6, 5, 4, 19, 18, 17, 16, 15, 14]
+    lengths = {n: propose(started([text + text[3 - n : 2]], [[3]], max_drafts=10)).ids.shape[1] for n in (1, 2, 3)}
+    assert lengths == {n: 1 + promising(n, 10, 0.06) for n in (1, 2, 3)}
+    assert 1 < lengths[1] < lengths[2] < lengths[3] == 11
+    whole = propose(started([[*text, 1]], [[3]], max_drafts=10, min_prob=0.0))
+    assert whole.ids[0].tolist() == [3, *text[3:13]]
+    assert propose(started([[*text, 1]], [[3]], min_prob=0.5)).ids.tolist() == [[3]], "a single token: not so likely"
+
+
+def test_drafts_end_before_the_first_token_that_is_too_unlikely():
+    assert [promising(n, 8, 0.0) for n in (1, 2, 3, 9)] == [8] * 4
+    assert [promising(n, 100, 0.06) for n in (1, 2, 3, 9)] == [4, 8, 19, 19]
+    assert [promising(1, 8, p) for p in (0.27, 0.26, 0.17, 0.12)] == [0, 1, 2, 3]
+
+
 def test_a_step_without_any_match_is_a_plain_step():
     draft = propose(started([[1, 2], [3]], [[5], [6]]))
     assert draft.ids.tolist() == [[5], [6]]
@@ -146,6 +163,7 @@ def test_a_row_does_not_depend_on_its_slot_or_neighbours():
         ({"min_ngram": 4}, r"min_ngram must be in \[1, 3\], got 4"),
         ({"num_branches": 0}, "num_branches must be in"),
         ({"max_drafts": 600, "num_branches": 2}, r"max_drafts must be in \[1, 511\], got 600"),
+        ({"min_prob": 1.0}, r"NGramDrafter: min_prob must be in \[0, 1\), got 1.0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

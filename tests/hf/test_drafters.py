@@ -57,9 +57,10 @@ DRAFTERS = {
     "ngram tree": lambda model: NGramDrafter(max_drafts=3, num_branches=3),
     "medusa, root-conditioned": partial(medusa, root_conditioned=True),
     "medusa, dynamic": partial(medusa, tree=DynamicTree(9, 4), root_conditioned=True),
+    "medusa, likely nodes": partial(medusa, tree=DynamicTree(9, 4, 0.02)),
     "medusa + ngram": lambda model: MergedDrafter(medusa(model), NGramDrafter(num_branches=2), max_nodes=20),
     "medusa, dynamic + ngram": lambda model: MergedDrafter(
-        medusa(model, tree=DynamicTree(9, 4)), NGramDrafter(num_branches=2), max_nodes=20
+        medusa(model, tree=DynamicTree(9, 4, 0.02)), NGramDrafter(num_branches=2), max_nodes=20
     ),
     "draft model + ngram": lambda model: MergedDrafter(draft_model(model), NGramDrafter()),
     "kangaroo + ngram": kangaroo,

@@ -133,7 +133,7 @@ def disturbed_twin(noise):
 # From nearly right to useless, by the noise.
 TRUNKS = {
     "medusa": lambda repeating, noise: fitted_medusa(repeating[0], repeating, SMALL_TREE, noise),
-    "medusa, dynamic": lambda repeating, noise: fitted_medusa(repeating[0], repeating, DynamicTree(5, 3), noise),
+    "medusa, dynamic": lambda repeating, noise: fitted_medusa(repeating[0], repeating, DynamicTree(5, 3, 0.05), noise),
     "draft model": lambda repeating, noise: DraftModelDrafter(
         partial(HFTarget, disturbed_twin(noise)), max_drafts=2, exit_rule=NO_EXIT
     ),

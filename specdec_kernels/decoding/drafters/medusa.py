@@ -13,7 +13,7 @@ from ...tree import DraftTree, load_metadata, mask_from_parents
 from ...tree.mask import num_words
 from ...tree.presets import preset
 from ...types import Verification
-from ..drafting import DraftContext
+from ..drafting import DraftContext, first_nodes
 from ..dynamic_tree import HOST_PATHS, DynamicTree, as_fp32, grow_best_first, likeliest_paths, num_grown
 from ..host_trees import HostTree, draft_of
 from ..protocols import Draft, TargetOutput
@@ -31,8 +31,9 @@ class MedusaDrafter:
     holds: the drafts are deterministic, so the draft distribution is a point and `Draft.logits` is None.
 
     A `DraftTree` has the same nodes in each step and row. Of a `DynamicTree` each row takes the nodes that the heads
-    think likeliest in this step: a deep chain where they are sure, many first tokens where they are not. The shape
-    depends on the heads alone, not on what the target will say, so verification is as exact.
+    think likeliest in this step: a deep chain where they are sure, many first tokens where they are not, few nodes
+    where they expect little (`DynamicTree.min_prob`). The shape depends on the heads alone, not on what the target will
+    say, so verification is as exact.
 
     Args:
         heads: used in inference only; on the device and in the dtype of the target's hidden states.
@@ -73,7 +74,7 @@ class MedusaDrafter:
 
     @property
     def max_nodes(self) -> int:
-        """``T``: every draft has all nodes of the tree."""
+        """``T``: the most nodes; every draft has all those of a `DraftTree`."""
         return self._layout.num_nodes
 
     def bind(self, context: DraftContext) -> None:
@@ -99,7 +100,11 @@ class MedusaDrafter:
         values, candidates, lse = self._candidates(pending, layout)
         layout = layout.grown(values - lse[..., None])
         drafts = candidates.flatten(1).gather(1, layout.columns.expand(len(pending), -1))
-        return Draft(torch.cat([ids, drafts], dim=1), layout.parents, layout.mask, layout.depths, layout.max_depth)
+        tables = layout.parents, layout.mask, layout.depths
+        draft = Draft(torch.cat([ids, drafts], dim=1), *tables, layout.max_depth, num_nodes=layout.used)
+        if layout.used is None or not values_readable(layout.used):
+            return draft
+        return first_nodes(draft, int(layout.used.max()))
 
     def drafts_on_host(self, pending: Tensor) -> bool:
         """Say whether the candidates are so few, and so near, that lists are faster."""
@@ -173,6 +178,8 @@ class _Layout:
 
     def __init__(self, tree: DraftTree | DynamicTree, num_heads: int, num_rows: int | None, device: torch.device):
         self.is_dynamic = isinstance(tree, DynamicTree)
+        self.min_prob = 0.0
+        self.used: Tensor | None = None
         if isinstance(tree, DynamicTree):
             self._grows(tree, num_heads, num_rows)
             tree = DraftTree.chain(0)
@@ -192,6 +199,7 @@ class _Layout:
         self.top_k = max(1, min(tree.top_k, tree.num_nodes - 1, num_rows or tree.top_k))
         self.max_depth = min(num_heads, tree.num_nodes - 1)
         self.num_nodes = num_grown(tree.num_nodes, self.max_depth, self.top_k)
+        self.min_prob = tree.min_prob
 
     def limited(self, limit: int) -> "_Layout":
         """Return the layout of at most so many nodes: the first ones, or a smaller budget."""
@@ -214,7 +222,8 @@ class _Layout:
         if not self.is_dynamic:
             return self
         layout = copy.copy(self)
-        layout.columns, layout.parents, layout.depths = grow_best_first(log_probs, self.num_nodes)
+        trees = grow_best_first(log_probs, self.num_nodes, self.min_prob)
+        layout.columns, layout.parents, layout.depths, layout.used = trees
         layout.mask = mask_from_parents(layout.parents)
         return layout
 
@@ -227,7 +236,7 @@ class _Layout:
             [0.0 if log_prob > 0 else log_prob for log_prob in as_fp32([value - total for value in row])]
             for row, total in zip(values, lse, strict=True)
         ]
-        paths = likeliest_paths(log_probs, num_grown(self.num_nodes, self.max_depth, self.top_k) - 1)
+        paths = likeliest_paths(log_probs, num_grown(self.num_nodes, self.max_depth, self.top_k) - 1, self.min_prob)
         ids = [candidates[depth - 1][rank] for depth, _, rank in paths]
         return HostTree([root, *ids], [-1, *(parent for _, parent, _ in paths)])
 

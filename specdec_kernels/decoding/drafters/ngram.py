@@ -1,6 +1,6 @@
 """Draft what followed the same words before (prompt lookup): no model, no weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from torch import Tensor
@@ -8,11 +8,31 @@ from torch import Tensor
 from ..._validate import check_range
 from ...types import Verification
 from ..drafting import DraftContext
+from ..dynamic_tree import check_min_prob
 from ..host_trees import HostTree, draft_of
 from ..protocols import Draft, TargetOutput
 
 # Further places looked at for each branch wanted: many places of a frequent word go on alike.
 _PLACES_PER_BRANCH = 4
+
+# How often the token behind an n-gram that occurred before is what followed it then, for n = 1, 2 and more; and how
+# often the next one is, as long as all before it were. From greedy texts of SmolLM2-135M on 60 prompts of Spec-Bench.
+_FIRST_HITS, _NEXT_HITS = (0.26, 0.55, 0.78), (0.69, 0.74, 0.87)
+
+
+def promising(length: int, max_drafts: int, min_prob: float) -> int:
+    """Return how many tokens to draft behind a suffix: those that are accepted with a probability of ``min_prob``.
+
+    Args:
+        length: of the suffix that occurred before, at least 1.
+        max_drafts: the most.
+        min_prob: in [0, 1); 0 for all of them.
+    """
+    kind = min(length, len(_FIRST_HITS)) - 1
+    prob, count = _FIRST_HITS[kind], 0
+    while count < max_drafts and prob >= min_prob:
+        prob, count = prob * _NEXT_HITS[kind], count + 1
+    return count
 
 
 class SuffixIndex:
@@ -44,14 +64,14 @@ class SuffixIndex:
                     self._starts.setdefault(tuple(self._tokens[end - n :]), []).append(end)
             self._tokens.append(token)
 
-    def continuations(self, count: int, places: int = 1) -> Iterator[list[int]]:
-        """Yield ``count`` tokens that followed earlier occurrences of the text's suffix.
+    def continuations(self, count: int | Mapping[int, int], places: int = 1) -> Iterator[list[int]]:
+        """Yield the tokens that followed earlier occurrences of the text's suffix.
 
         The longest suffix comes first, its newest occurrence before older ones. An occurrence so near to the end that
         the text runs out goes on with what was just drafted: a loop is continued as a loop.
 
         Args:
-            count: at least 1.
+            count: tokens to yield, at least 1; or how many for each length of the suffix.
             places: occurrences of each suffix to look at.
         """
         for n in self._lengths:
@@ -59,7 +79,8 @@ class SuffixIndex:
                 continue
             for start in islice(reversed(self._starts.get(tuple(self._tokens[-n:]), [])), places):
                 period = len(self._tokens) - start
-                yield [self._tokens[start + i % period] for i in range(count)]
+                number = count if isinstance(count, int) else count[n]
+                yield [self._tokens[start + i % period] for i in range(number)]
 
 
 class NGramDrafter:
@@ -75,8 +96,10 @@ class NGramDrafter:
     Args:
         max_ngram: the longest suffix looked up.
         min_ngram: the shortest.
-        max_drafts: tokens drafted along a path.
+        max_drafts: the most tokens drafted along a path.
         num_branches: so many different continuations, merged into a tree where they begin alike.
+        min_prob: drafts end before the first token that is less likely, see `promising`: a suffix of a single token is
+            a weak hint, and what follows it soon wrong. 0 drafts ``max_drafts`` tokens behind every match.
 
     Raises:
         ValueError: a number out of range.
@@ -86,13 +109,23 @@ class NGramDrafter:
         21
     """
 
-    def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1, max_drafts: int = 8, num_branches: int = 1):
+    def __init__(
+        self,
+        *,
+        max_ngram: int = 3,
+        min_ngram: int = 1,
+        max_drafts: int = 8,
+        num_branches: int = 1,
+        min_prob: float = 0.06,
+    ):
         check_range("NGramDrafter", "max_ngram", max_ngram, 1, 1024)
         check_range("NGramDrafter", "min_ngram", min_ngram, 1, max_ngram)
         check_range("NGramDrafter", "num_branches", num_branches, 1, 1023)
         check_range("NGramDrafter", "max_drafts", max_drafts, 1, 1023 // num_branches)
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
-        self.max_drafts, self.num_branches = max_drafts, num_branches
+        check_min_prob("NGramDrafter", min_prob)
+        self.max_drafts, self.num_branches, self.min_prob = max_drafts, num_branches, min_prob
+        self._counts = {n: promising(n, max_drafts, min_prob) for n in range(min_ngram, max_ngram + 1)}
         self._context: DraftContext | None = None
 
     @property
@@ -141,7 +174,7 @@ class NGramDrafter:
         self._num_indexed[row] = len(emitted)
         children: dict[tuple[int, int], int] = {}
         branches = 0
-        for path in text.continuations(self.max_drafts, 1 if self.num_branches == 1 else _PLACES_PER_BRANCH):
+        for path in text.continuations(self._counts, 1 if self.num_branches == 1 else _PLACES_PER_BRANCH):
             node, before = 0, len(ids)
             for token in path:
                 if (node, token) not in children:
