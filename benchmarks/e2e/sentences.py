@@ -118,17 +118,17 @@ def _after_prompt(run: Run, name: str) -> float:
     return geometric(row.decode_tokens_per_s / others.get(row.question_id, float("nan")) for row in run.of(name))
 
 
-def texts(pattern: Path) -> list[str]:
-    """Return, for each of the files that fit a pattern, whose texts are those of ``generate``."""
+def texts(pattern: Path, standard: str = "generate") -> list[str]:
+    """Return, for each of the files that fit a pattern, whose texts are those of a standard."""
     lines = []
     for path in sorted(pattern.parent.glob(pattern.name)):
         run = read_run(path)
         shares: dict[str, list[str]] = {}
         for name in run.providers():
-            if name != "generate":
-                shares.setdefault(same_texts(run.of(name), "generate"), []).append(named(name).removeprefix("our "))
+            if name not in ("generate", standard):
+                shares.setdefault(same_texts(run.of(name), standard), []).append(named(name).removeprefix("our "))
         said = "; ".join(f"**{share}** with {listed(names)}" for share, names in shares.items())
-        lines.append(f"- {setting(run, path)} Texts equal to those of HF `generate`: {said}.{age(run)}")
+        lines.append(f"- {setting(run, path)} Texts equal to those of {named(standard)}: {said}.{age(run)}")
     return lines
 
 

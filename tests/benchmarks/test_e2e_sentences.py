@@ -80,6 +80,11 @@ def test_equal_texts_are_counted_for_every_file_of_a_pattern(tmp_path):
     one, four = sentences.texts(tmp_path / "texts_*.jsonl")
     assert one.endswith("HF `generate`: **1 of 1** with `medusa` and `ngram`.")
     assert four.endswith("HF `generate`: **0 of 1** with `medusa`; **1 of 1** with `ngram`.")
+    rows = [row(1, "generate", 10, 2), row(1, "plain", 10, 2, differs_from={"generate": 3})]
+    rows += [row(1, "medusa", 10, 1, differs_from={"generate": 3, "plain": None})]
+    write_run(tmp_path / "half.jsonl", Run(NOW, rows))
+    (half,) = sentences.texts(tmp_path / "half.jsonl", "plain")
+    assert half.endswith("Texts equal to those of our `plain`: **1 of 1** with `medusa`.")
 
 
 def test_memory_is_held_against_weights_and_cache(said):
