@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import TextStreamer
 
-from specdec_kernels.decoding.drafters.medusa import MedusaDrafter
+from specdec_kernels.decoding.drafters import MedusaDrafter
 from specdec_kernels.hf.generate import generate
 from specdec_kernels.hf.load import load_model, load_tokenizer
 
