@@ -65,6 +65,20 @@ def check_kind(
         check_device(op, name, tensor, device)
 
 
+def check_rows(
+    op: str,
+    name: str,
+    tensor: Tensor,
+    expected: Sequence[int | str],
+    allowed: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Check what `check_kind` does, and that the last dimension is contiguous."""
+    check_kind(op, name, tensor, expected, allowed, device)
+    if tensor.stride(-1) != 1:
+        check_last_stride(op, name, tensor)
+
+
 def check_dtype(op: str, name: str, tensor: Tensor, allowed: Iterable[torch.dtype]) -> None:
     """Raise TypeError unless the dtype is one of ``allowed``."""
     allowed = tuple(allowed)

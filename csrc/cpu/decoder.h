@@ -10,7 +10,7 @@ namespace decoder {
 
 // Of one row; every result depends on this row only. Sums and roots are at least fp32.
 struct Norm {
-  const char* weight;  // null: no norm
+  const char* weight;
   double eps;
 };
 
@@ -22,7 +22,7 @@ struct Rotation {
 };
 
 struct Kernel {
-  // out = weight * round(x / rms)
+  // out = weight * round(x / rms); a null weight is all ones.
   void (*rms_norm)(const char* x, const Norm& norm, int64_t width, char* out);
   // out = a head after its norm, if it has one, and the rotation of its first numbers; `out` may be x.
   void (*rotate)(const char* x, const Norm& norm, const Rotation& rotation, int64_t head_dim, char* out);

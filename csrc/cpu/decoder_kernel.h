@@ -44,7 +44,8 @@ struct Row {
     const Vec factor = Vec::all(inverse_root(mean + static_cast<Real>(norm.eps)));
     for (int64_t i = 0; i < width; i += Vec::kLanes) {
       const int count = some(width - i);
-      store(load(norm.weight, i, count) * rounded(load(x, i, count) * factor), out, i, count);
+      const Vec y = rounded(load(x, i, count) * factor);
+      store(norm.weight ? load(norm.weight, i, count) * y : y, out, i, count);
     }
   }
 

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cpu/medusa_project_stages.h"
+#include "cpu/medusa_project_call.h"
 
 namespace specdec {
 namespace linear {

@@ -5,7 +5,7 @@
 
 #include <functional>
 
-#include "cpu/medusa_project_stages.h"
+#include "cpu/medusa_project_call.h"
 
 namespace specdec {
 namespace medusa {

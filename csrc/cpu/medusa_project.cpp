@@ -10,10 +10,13 @@
 #include "common/check.h"
 #include "common/empty.h"
 #include "common/register.h"
+#include "cpu/decoder_args.h"
 #include "cpu/element_of.h"
 #include "cpu/isa.h"
 #include "cpu/machine.h"
 #include "cpu/medusa_project_kernel.h"
+#include "cpu/medusa_project_stages.h"
+#include "cpu/rows.h"
 
 namespace specdec {
 namespace medusa {
@@ -44,8 +47,39 @@ void check_like(const char* name, const Tensor& tensor, int64_t dims, const Tens
                   " must be contiguous in its last dimension");
 }
 
+// Of the pending token, with the block that sees it; all or, but for the bias, none.
+struct RootTensors {
+  const std::optional<Tensor>&embedding, &weight, &bias;
+};
+
+Root read_root(const Tensor& hidden, const RootTensors& from) {
+  STD_TORCH_CHECK(from.embedding.has_value() == from.weight.has_value() && (from.weight || !from.bias),
+                  "root and w_root must be given together");
+  if (!from.embedding) return {};
+  const int64_t item = static_cast<int64_t>(hidden.element_size()), width = hidden.size(1);
+  check_rows_like("root", *from.embedding, hidden);
+  check_rows_like("w_root", *from.weight, hidden);
+  STD_TORCH_CHECK(
+      from.embedding->dim() == 2 && from.embedding->size(0) == hidden.size(0) && from.embedding->size(1) == width,
+      "root must have the shape of hidden");
+  STD_TORCH_CHECK(from.weight->dim() == 2 && from.weight->size(0) == width && from.weight->size(1) == 2 * width,
+                  "w_root must have shape (C, 2 C)");
+  Root root{static_cast<const char*>(from.embedding->const_data_ptr()),
+            from.embedding->stride(0) * item,
+            static_cast<const char*>(from.weight->const_data_ptr()),
+            from.weight->stride(0) * item,
+            nullptr,
+            &decoder::find_kernel(floating_element_of("hidden", hidden))};
+  if (from.bias) {
+    check_rows_like("b_root", *from.bias, hidden);
+    STD_TORCH_CHECK(from.bias->dim() == 1 && from.bias->size(0) == width, "b_root must have shape (C,)");
+    root.bias = static_cast<const char*>(from.bias->const_data_ptr());
+  }
+  return root;
+}
+
 Call read_call(const Tensor& hidden, const Tensor& w_res, const std::optional<Tensor>& b_res, const Tensor& w_out,
-               bool include_base) {
+               bool include_base, const RootTensors& root) {
   STD_TORCH_CHECK(hidden.dim() == 2, "hidden must have 2 dimensions, got ", hidden.dim());
   check_like("hidden", hidden, 2, hidden);
   check_like("w_res", w_res, 4, hidden);
@@ -77,6 +111,7 @@ Call read_call(const Tensor& hidden, const Tensor& w_res, const std::optional<Te
     call.b_res = static_cast<const char*>(b_res->const_data_ptr());
     for (int i = 0; i < 2; ++i) call.b_res_strides[i] = b_res->stride(i) * item;
   }
+  call.root = read_root(hidden, root);
   return call;
 }
 
@@ -86,8 +121,9 @@ int32_t dtype_of(const Tensor& tensor) {
   return dtype;
 }
 
-Tensor medusa_project_cpu(Tensor hidden, Tensor w_res, std::optional<Tensor> b_res, Tensor w_out, bool include_base) {
-  const Call call = read_call(hidden, w_res, b_res, w_out, include_base);
+Tensor medusa_project_cpu(Tensor hidden, Tensor w_res, std::optional<Tensor> b_res, Tensor w_out, bool include_base,
+                          std::optional<Tensor> root, std::optional<Tensor> w_root, std::optional<Tensor> b_root) {
+  const Call call = read_call(hidden, w_res, b_res, w_out, include_base, {root, w_root, b_root});
   Tensor logits = empty_cpu({call.batch, call.num_outputs(), call.vocab}, dtype_of(hidden));
   if (call.batch > 0) project(this_machine(call.element), call, static_cast<char*>(logits.mutable_data_ptr()));
   return logits;
@@ -95,8 +131,9 @@ Tensor medusa_project_cpu(Tensor hidden, Tensor w_res, std::optional<Tensor> b_r
 
 std::tuple<Tensor, Tensor, Tensor> medusa_project_topk_cpu(Tensor hidden, Tensor w_res, std::optional<Tensor> b_res,
                                                            Tensor w_out, int64_t k, std::optional<Tensor> vocab_map,
-                                                           bool include_base) {
-  const Call call = read_call(hidden, w_res, b_res, w_out, include_base);
+                                                           bool include_base, std::optional<Tensor> root,
+                                                           std::optional<Tensor> w_root, std::optional<Tensor> b_root) {
+  const Call call = read_call(hidden, w_res, b_res, w_out, include_base, {root, w_root, b_root});
   STD_TORCH_CHECK(k >= 1 && k <= call.vocab, "k must be between 1 and the number of rows of w_out, got ", k);
   Tensor values = empty_cpu({call.batch, call.num_outputs(), k}, aoti_torch_dtype_float32());
   Tensor ids = empty_cpu({call.batch, call.num_outputs(), k}, aoti_torch_dtype_int64());

@@ -34,13 +34,14 @@ SPECDEC_INLINE void offer(int64_t key, int64_t* keys, int64_t k) {
   keys[at] = key;
 }
 
-// Offers logits whose ids ascend from `first_id`, all above the ids offered before: one equal to the last key loses.
+// Offers logits whose ids ascend from `first_id`. One equal to the last key loses, as long as its id is higher.
 inline void offer_all(const float* logits, int64_t count, int64_t first_id, int64_t* keys, int64_t k) {
   using Vec = FloatVec;
   for (int64_t i = 0; i < count; i += Vec::kLanes) {
     const int lanes = static_cast<int>(smaller<int64_t>(Vec::kLanes, count - i));
     const float last = value_of(keys[k - 1]);  // NaN while the list is not full: nothing may be passed over then
-    if (last == last && !Vec::any_greater(Vec::load_some(logits + i, lanes), Vec::all(last))) continue;
+    const bool loses_ties = first_id + i > id_of(keys[k - 1]);
+    if (last == last && loses_ties && !Vec::any_greater(Vec::load_some(logits + i, lanes), Vec::all(last))) continue;
     for (int lane = 0; lane < lanes; ++lane) offer(key_of(logits[i + lane], first_id + i + lane), keys, k);
   }
 }

@@ -27,9 +27,9 @@ class Stages {
     Member(const Stages& stages, int64_t worker) : stages_(stages), worker_(worker) {}
 
     // Calls do_task(i) for tasks 0 ... count - 1, this thread's stretch first, then what the others have not begun.
-    // What was written before this stage may be read in it.
-    template <class F>
-    void run(int64_t count, const F& do_task) {
+    // What was written before this stage may be read in it. Calls before_waiting() when nothing is left to begin.
+    template <class F, class G>
+    void run(int64_t count, const F& do_task, const G& before_waiting) {
       const int64_t workers = stages_.num_workers_;
       Counter* const next = stages_.counters_.get() + stage_++ * (workers + 1);
       std::atomic<int64_t>& done = next[workers].value;
@@ -42,6 +42,7 @@ class Stages {
         }
       }
       if (finished > 0) done.fetch_add(finished, std::memory_order_release);
+      before_waiting();
       for (int spins = 0; done.load(std::memory_order_acquire) < count; ++spins) {
         if (spins < kSpins) {
           pause();
@@ -49,6 +50,11 @@ class Stages {
           std::this_thread::yield();
         }
       }
+    }
+
+    template <class F>
+    void run(int64_t count, const F& do_task) {
+      run(count, do_task, [] {});
     }
 
    private:

@@ -76,16 +76,13 @@ def draft_of(trees: Sequence[HostTree], device: torch.device) -> Draft:
     all_depths = [_depths(parents) for parents in all_parents]
     ids = [tree.ids + more for tree, more in zip(trees, padding, strict=True)]
 
-    def tables(code: str, *parts: Iterable[Iterable[int]]) -> tuple[Tensor, ...]:
-        numbers = chain.from_iterable(chain.from_iterable(parts))
-        return vector_of(numbers, code, device).view(len(parts), len(trees), width).unbind()
+    def table(code: str, rows: Iterable[Iterable[int]], *shape: int) -> Tensor:
+        return vector_of(chain.from_iterable(rows), code, device).view(len(trees), width, *shape)
 
-    parents, depths = tables("i", all_parents, all_depths)
-    if width <= WORD_BITS:
-        tokens, words = tables("q", ids, map(ancestor_words, all_parents))
-        mask = words.unsqueeze(2)
-    else:
-        (tokens,), mask = tables("q", ids), mask_from_parents(parents)
+    parents, tokens = table("i", all_parents), table("q", ids)
+    is_word = width <= WORD_BITS
+    mask = table("q", map(ancestor_words, all_parents), 1) if is_word else mask_from_parents(parents)
+    depths = table("i", all_depths)
     used = None if min(sizes) == width else vector_of(sizes, "i", device)
     return Draft(tokens, parents, mask, depths, max(map(max, all_depths)), num_nodes=used)
 

@@ -60,9 +60,12 @@ def at_last_node(values: Tensor, verification: Verification) -> Tensor:
     """Take from ``values (B, T, …)`` what belongs to each row's last accepted node, the root if there is none."""
     _, num_accepted, accepted = verification
     if values_readable(num_accepted, accepted):
-        rows = enumerate(zip(*on_host(accepted, num_accepted), strict=True))
-        nodes = (row * values.shape[1] + (path[n - 1] if n else 0) for row, (path, n) in rows)
-        return values.flatten(0, 1).index_select(0, vector_of(nodes, "q", values.device))
+        rows = zip(*on_host(accepted, num_accepted), strict=True)
+        nodes = [path[n - 1] if n else 0 for path, n in rows]
+        if len(set(nodes)) == 1:  # always so for a row alone
+            return values[:, nodes[0]]
+        places = (row * values.shape[1] + node for row, node in enumerate(nodes))
+        return values.flatten(0, 1).index_select(0, vector_of(places, "q", values.device))
     path = F.pad(accepted, (1, 0))
     last = path.gather(1, num_accepted[:, None].long())[:, 0].long()
     return values[torch.arange(len(last), device=values.device), last]

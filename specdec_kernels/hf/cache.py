@@ -205,22 +205,31 @@ class TreeCache(Cache):
         Raises:
             RuntimeError: nothing was written yet.
         """
-        moved, lengths = self._after(num_accepted, active)
-        kv_compact_(self.buffers, accepted, moved, self._prefix_len)
+        caches = self.buffers
+        moved, lengths = self._after(accepted, num_accepted, active)
+        if moved is not None:
+            kv_compact_(caches, accepted, moved, self._prefix_len)
         self._set_lengths(lengths, longest=self._longest + accepted.shape[1] + 1)
 
-    def _after(self, num_accepted: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many drafts move in each row, none in those that are left alone, and the lengths after it."""
+    def _after(self, accepted: Tensor, num_accepted: Tensor, active: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return how many drafts each row keeps, none in those that are left alone, and the lengths after it.
+
+        None instead of the numbers where every path lies behind its root already, as the likeliest one often does.
+        """
         if not self._lengths_readable:
             roots = active.to(torch.int32)
             moved = num_accepted * roots
             return moved, self._prefix_len + (moved + roots)
-        rows = zip(*on_host(num_accepted, active), strict=True)
-        counts = [count if goes_on else -1 for count, goes_on in rows]
+        paths, counts, goes_on = on_host(accepted, num_accepted, active)
+        counts = [count if goes else -1 for count, goes in zip(counts, goes_on, strict=True)]
+        lengths = (length + count + 1 for length, count in zip(self._prefix_len.tolist(), counts, strict=True))
+        new_len = vector_of(lengths, "i", self._device)
+        rows = zip(paths, counts, strict=True)
+        if all(node == place for path, count in rows for place, node in enumerate(path[: max(0, count)], 1)):
+            return None, new_len
         if min(counts) < 0:
             num_accepted = vector_of((max(0, count) for count in counts), "i", self._device)
-        lengths = (length + count + 1 for length, count in zip(self._prefix_len.tolist(), counts, strict=True))
-        return num_accepted, vector_of(lengths, "i", self._device)
+        return num_accepted, new_len
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` rows of every sequence, in the convention of transformers 5.

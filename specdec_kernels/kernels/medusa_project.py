@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .._registry import OPS
+from ..reference.medusa_project import ROOT_EPS
 from . import _common
 from ._product_tiles import products
 from ._topk_tiles import _merge_topk_kernel, add_exponentials, insert, no_keys, sort_keys
+from .decoder import rms_norm_triton
+from .linear import linear_triton
 
 _MERGED_AT_ONCE = 2048  # candidates at most
 _MAX_SPLIT = 65535  # rows of a split: a key of 16-bit logits counts them in 16 bits, of which the last means none
@@ -160,24 +164,28 @@ def choose_plan(device: _common.Device, stage: str, dtype: torch.dtype, num_rows
     return Plan(tile["block_r"], tile["block_n"], tile["block_c"], programs, options)
 
 
-def medusa_project_triton(hidden, w_res, b_res, w_out, *, include_base=False) -> Tensor:
+def medusa_project_triton(
+    hidden, w_res, b_res, w_out, *, include_base=False, root=None, w_root=None, b_root=None
+) -> Tensor:
     """Launch the kernels without top-k; see `specdec_kernels.medusa_project`."""
+    block = {"root": root, "w_root": w_root, "b_root": b_root}
     if hidden.dtype == torch.float64:
-        return OPS["medusa_project"].reference(hidden, w_res, b_res, w_out, include_base=include_base)
+        return OPS["medusa_project"].reference(hidden, w_res, b_res, w_out, include_base=include_base, **block)
     num_heads, vocab_size = w_res.shape[0] + include_base, w_out.shape[-2]
     logits = hidden.new_empty(hidden.shape[0], num_heads, vocab_size)
     if hidden.shape[0]:
         with torch.cuda.device_of(hidden):
-            x = _run_residual_layers(hidden, w_res, b_res, include_base)
+            x = _run_residual_layers(hidden, w_res, b_res, include_base, **block)
             _project(x, w_out, logits, None, _Split.of(x, w_out), 0)
     return logits
 
 
 def medusa_project_topk_triton(
-    hidden, w_res, b_res, w_out, k, *, vocab_map, include_base=False
+    hidden, w_res, b_res, w_out, k, *, vocab_map, include_base=False, root=None, w_root=None, b_root=None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernels; see `specdec_kernels.medusa_project_topk`."""
-    options = {"vocab_map": vocab_map, "include_base": include_base}
+    block = {"root": root, "w_root": w_root, "b_root": b_root}
+    options = {"vocab_map": vocab_map, "include_base": include_base, **block}
     if hidden.dtype == torch.float64:
         return OPS["medusa_project_topk"].reference(hidden, w_res, b_res, w_out, k, **options)
     batch, num_heads = hidden.shape[0], w_res.shape[0] + include_base
@@ -187,7 +195,7 @@ def medusa_project_topk_triton(
     if batch == 0:
         return values, ids, lse
     with torch.cuda.device_of(hidden):
-        x = _run_residual_layers(hidden, w_res, b_res, include_base)
+        x = _run_residual_layers(hidden, w_res, b_res, include_base, **block)
         split = _Split.of(x, w_out)
         key_dtype = torch.int64 if hidden.dtype == torch.float32 else torch.int32
         keys = hidden.new_empty(batch, num_heads, split.count, k, dtype=key_dtype)
@@ -205,11 +213,23 @@ def medusa_project_topk_triton(
     return values, ids, lse
 
 
-def _run_residual_layers(hidden: Tensor, w_res: Tensor, b_res: Tensor | None, include_base: bool) -> Tensor:
+def _root_block(hidden: Tensor, root: Tensor, w_root: Tensor, b_root: Tensor | None) -> Tensor:
+    """Return what heads see that are conditioned on the pending token, ``(B, C)``."""
+    normed = rms_norm_triton(root, root.new_ones(root.shape[1]), ROOT_EPS)
+    y = linear_triton(torch.cat([hidden, normed], dim=1), [w_root], [] if b_root is None else [b_root], None)
+    return F.silu(y, inplace=True).add_(hidden)
+
+
+def _run_residual_layers(
+    hidden: Tensor, w_res: Tensor, b_res: Tensor | None, include_base: bool, *, root, w_root, b_root
+) -> Tensor:
     """Return the state ``(B, M, C)`` that each row projects, in one launch a layer."""
     num_heads, num_layers, hidden_size = w_res.shape[:3]
     batch, device = len(hidden), _common.device_of(hidden)
-    x = hidden[:, None].expand(batch, num_heads + include_base, hidden_size)
+    x = (hidden if root is None else _root_block(hidden, root, w_root, b_root))[:, None]
+    x = x.expand(batch, num_heads + (include_base and root is None), hidden_size)
+    if include_base and root is not None:
+        x = torch.cat([hidden[:, None], x], dim=1)
     plan = choose_plan(device, "residual", hidden.dtype, batch)
     for layer in range(num_layers):
         weight, bias = w_res[:, layer], None if b_res is None else b_res[:, layer]

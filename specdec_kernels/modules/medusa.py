@@ -4,17 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._validate import check_range, check_values, values_readable
-from ..ops.decoder import rms_norm
-from ..ops.linear import linear
 from ..ops.medusa_project import medusa_project_topk
-from ..reference.medusa_project import project, residual_blocks
+from ..reference.medusa_project import project, residual_blocks, root_block
 from .medusa_checkpoint import read_checkpoint, write_checkpoint
-
-ROOT_EPS = 1e-6  # under the root mean square of an embedding, which may be a row of zeros
 
 
 class MedusaHeads(nn.Module):
@@ -76,7 +71,6 @@ class MedusaHeads(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.metadata: dict[str, Any] = {}
-        self._unit: Tensor | None = None  # the weight of a norm that has none, made once
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         self.w_res = nn.Parameter(torch.zeros(num_heads, num_layers, hidden_size, hidden_size, **options))
         b_res = nn.Parameter(torch.zeros(num_heads, num_layers, hidden_size, **options)) if bias else None
@@ -175,33 +169,27 @@ class MedusaHeads(nn.Module):
         if count < self.num_heads:
             w_res, b_res = w_res[:count], None if b_res is None else b_res[:count]
             w_out = w_out[:count] if w_out.dim() == 3 else w_out
-        x = self._with_root(hidden, root, few_rows=True)
-        return medusa_project_topk(x, w_res, b_res, w_out, k, vocab_map=self.vocab_map)
+        root = self._checked_root(hidden, root)
+        block: dict[str, Any] = {"root": root, "w_root": self.w_root, "b_root": self.b_root}
+        return medusa_project_topk(hidden, w_res, b_res, w_out, k, vocab_map=self.vocab_map, **block)
 
     def _blocks(self, hidden: Tensor, root: Tensor | None) -> Tensor:
         """``(…, C) → (M, n, C)``."""
-        x = self._with_root(hidden, root)
+        root = self._checked_root(hidden, root)
+        x = hidden if root is None or self.w_root is None else root_block(hidden, root, self.w_root, self.b_root)
         return residual_blocks(x.reshape(-1, x.shape[-1]), self.w_res, self.b_res)
 
-    def _with_root(self, hidden: Tensor, root: Tensor | None, *, few_rows: bool = False) -> Tensor:
-        """Return what the heads' own blocks see; ``few_rows`` by our ops, which are for them and have no backward."""
+    def _checked_root(self, hidden: Tensor, root: Tensor | None) -> Tensor | None:
+        """Return the root, of root-conditioned heads alone."""
         if self.w_root is None:
             if root is not None:
                 raise ValueError("MedusaHeads: these heads are not root-conditioned: root must not be given")
-            return hidden
+            return None
         if root is None:
             raise ValueError("MedusaHeads: these heads are root-conditioned: root must be given")
         if root.shape != hidden.shape:
             raise ValueError(f"MedusaHeads: root must have shape {tuple(hidden.shape)}, got {tuple(root.shape)}")
-        if few_rows:
-            if self._unit is None or (self._unit.dtype, self._unit.device) != (root.dtype, root.device):
-                self._unit = root.new_ones(root.shape[-1])
-            normed = rms_norm(root, self._unit, ROOT_EPS).to(hidden.dtype)
-            biases = [] if self.b_root is None else [self.b_root]
-            return F.silu(linear(torch.cat([hidden, normed], dim=-1), [self.w_root], biases), inplace=True).add_(hidden)
-        wide = root.to(torch.promote_types(root.dtype, torch.float32))
-        normed = F.rms_norm(wide, root.shape[-1:], eps=ROOT_EPS).to(hidden.dtype)
-        return hidden + F.silu(F.linear(torch.cat([hidden, normed], dim=-1), self.w_root, self.b_root))
+        return root
 
     def _projection(self, lm_head_weight: Tensor | None) -> Tensor:
         if self.w_out is not None:

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from .._validate import (
     check_kind,
-    check_last_stride,
     check_no_grad,
     check_number,
+    check_rows,
     check_tensor,
     check_values,
     values_readable,
@@ -33,8 +33,7 @@ def check_target(op: str, ids_name: str, ids: Tensor, logits: Tensor, *, has_roo
 
 def check_logits(op: str, name: str, logits: Tensor, shape: tuple[int | str, ...], device: torch.device) -> None:
     """Check shape, dtype, device, stride of the vocabulary, and that no gradient is asked for."""
-    check_kind(op, name, logits, shape, _LOGITS, device)
-    check_last_stride(op, name, logits)
+    check_rows(op, name, logits, shape, _LOGITS, device)
     check_no_grad(op, **{name: logits})
 
 

@@ -8,6 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ROOT_EPS = 1e-6  # under the root mean square of an embedding, which may be a row of zeros
+
+
+def root_block(hidden: Tensor, root: Tensor, w_root: Tensor, b_root: Tensor | None) -> Tensor:
+    """Put the pending token's embedding into the states: ``(…, C) → (…, C)``. Differentiable.
+
+    ``h + SiLU([h; e / rms(e)] W_rootᵀ + b_root)``
+    """
+    wide = root.to(torch.promote_types(root.dtype, torch.float32))
+    normed = F.rms_norm(wide, root.shape[-1:], eps=ROOT_EPS).to(hidden.dtype)
+    return hidden + F.silu(F.linear(torch.cat([hidden, normed], dim=-1), w_root, b_root))
+
 
 def residual_blocks(hidden: Tensor, w_res: Tensor, b_res: Tensor | None) -> Tensor:
     """Run every head's residual blocks, ``x ← x + SiLU(x Wᵀ + b)``: ``(B, C) → (M, B, C)``. Differentiable."""
@@ -28,17 +40,29 @@ def project(x: Tensor, w_out: Tensor) -> Tensor:
     return F.linear(x.transpose(0, 1).flatten(0, 1), w_out).unflatten(0, (x.shape[1], len(x)))
 
 
-def _projected_rows(hidden: Tensor, w_res: Tensor, b_res: Tensor | None, include_base: bool) -> Tensor:
+def _projected_rows(
+    hidden: Tensor, w_res: Tensor, b_res: Tensor | None, include_base: bool, root: Tensor | None, *block: Tensor | None
+) -> Tensor:
     """Return what is projected: the heads' states, the hidden state itself before them if asked, ``(M, B, C)``."""
-    x = residual_blocks(hidden, w_res, b_res)
+    w_root, b_root = block
+    seen = hidden if root is None or w_root is None else root_block(hidden, root, w_root, b_root)
+    x = residual_blocks(seen, w_res, b_res)
     return torch.cat([hidden.unsqueeze(0), x]) if include_base else x
 
 
 def medusa_project_ref(
-    hidden: Tensor, w_res: Tensor, b_res: Tensor | None, w_out: Tensor, *, include_base: bool = False
+    hidden: Tensor,
+    w_res: Tensor,
+    b_res: Tensor | None,
+    w_out: Tensor,
+    *,
+    include_base: bool = False,
+    root: Tensor | None = None,
+    w_root: Tensor | None = None,
+    b_root: Tensor | None = None,
 ) -> Tensor:
     """Return the heads' logits ``(B, M, V)``; see `specdec_kernels.medusa_project`."""
-    return project(_projected_rows(hidden, w_res, b_res, include_base), w_out).contiguous()
+    return project(_projected_rows(hidden, w_res, b_res, include_base, root, w_root, b_root), w_out).contiguous()
 
 
 def medusa_project_topk_ref(
@@ -50,9 +74,12 @@ def medusa_project_topk_ref(
     *,
     vocab_map: Tensor | None = None,
     include_base: bool = False,
+    root: Tensor | None = None,
+    w_root: Tensor | None = None,
+    b_root: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(values, ids, lse)``; see `specdec_kernels.medusa_project_topk`."""
-    logits = project(_projected_rows(hidden, w_res, b_res, include_base), w_out).float()
+    logits = project(_projected_rows(hidden, w_res, b_res, include_base, root, w_root, b_root), w_out).float()
     values, rows = topk_lowest_id(logits, k)
     # Finite even where the largest logit is not, so that ∞ − ∞ is never formed.
     finite = torch.finfo(logits.dtype)

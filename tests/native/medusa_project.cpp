@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "cpu/decoder_kernel.h"
 #include "cpu/medusa_project_kernel.h"
 #include "cpu/medusa_project_stages.h"
 #include "linear_trial.h"
@@ -19,6 +20,9 @@ using namespace specdec::medusa;
 struct Trial {
   Trial(Element element, int64_t b, int64_t m, int64_t r, int64_t c, int64_t v, bool own, bool base)
       : hidden(element, b * c),
+        embedding(element, b * c),
+        w_root(element, 2 * c * c),
+        b_root(element, c),
         w_res(element, m * r * c * c),
         b_res(element, m * r * c),
         w_out(element, (own ? m : 1) * v * c) {
@@ -27,6 +31,12 @@ struct Trial {
     call.batch = b, call.num_heads = m, call.num_layers = r, call.width = c, call.vocab = v;
     call.own_projection = own, call.include_base = base;
     call.hidden = hidden.data(), call.hidden_stride = c * item;
+    if (below(2)) {
+      const decoder::Kernel* const rows = element == Element::kDouble
+                                              ? decoder::Row<ArrayVec<double, 4>, double>::kernel()
+                                              : decoder::kernel_of(element);
+      call.root = {embedding.data(), c * item, w_root.data(), 2 * c * item, below(2) ? b_root.data() : nullptr, rows};
+    }
     call.w_res = w_res.data();
     call.w_res_strides[0] = r * c * c * item, call.w_res_strides[1] = c * c * item, call.w_res_strides[2] = c * item;
     call.b_res = below(2) ? b_res.data() : nullptr;
@@ -35,10 +45,12 @@ struct Trial {
     call.w_out_strides[0] = own ? v * c * item : 0, call.w_out_strides[1] = c * item;
   }
 
-  // The state of an output row (batch row, output) in double.
-  std::vector<double> state(int64_t b, int64_t output) const {
+  // The state of an output row (batch row, output) in double, and the largest number on the way to it.
+  std::vector<double> state(int64_t b, int64_t output, double* most) const {
     const int64_t c = call.width, head = output - call.include_base;
     std::vector<double> x(hidden.values.begin() + b * c, hidden.values.begin() + (b + 1) * c);
+    *most = largest(x);
+    if (head >= 0 && call.root.embedding) add_root(embedding.values.data() + b * c, &x, most);
     for (int64_t layer = 0; head >= 0 && layer < call.num_layers; ++layer) {
       const int64_t at = head * call.num_layers + layer;
       std::vector<double> y = x;
@@ -48,25 +60,46 @@ struct Trial {
         y[i] += sum / (1 + std::exp(-sum));
       }
       x = y;
+      *most = std::max(*most, largest(x));
     }
     return x;
   }
 
-  Numbers hidden, w_res, b_res, w_out;
+  static double largest(const std::vector<double>& x) {
+    double most = 0;
+    for (const double value : x) most = std::max(most, std::abs(value));
+    return most;
+  }
+
+  void add_root(const double* e, std::vector<double>* x, double* most) const {
+    const int64_t c = call.width;
+    double squares = 0;
+    for (int64_t i = 0; i < c; ++i) squares += e[i] * e[i];
+    std::vector<double> joined = *x;
+    for (int64_t i = 0; i < c; ++i) joined.push_back(e[i] / std::sqrt(squares / static_cast<double>(c) + 1e-6));
+    for (int64_t i = 0; i < c; ++i) {
+      double sum = call.root.bias ? b_root.values[i] : 0;
+      for (int64_t j = 0; j < 2 * c; ++j) sum += joined[j] * w_root.values[2 * c * i + j];
+      (*x)[i] += sum / (1 + std::exp(-sum));
+    }
+    *most = std::max({*most, largest(joined), largest(*x)});
+  }
+
+  Numbers hidden, embedding, w_root, b_root, w_res, b_res, w_out;
   Call call{};
 };
 
-// A state that is small by cancellation has the error of a large one, so tolerances are relative to the largest.
+// A state that is small by cancellation has the error of a large one, so tolerances are relative to the largest number
+// that it comes from.
 void check_logits(const Trial& trial, const Numbers& logits) {
   const Call& call = trial.call;
   const bool is_half = call.element == Element::kHalf || call.element == Element::kBFloat16;
   const double tolerance = call.element == Element::kDouble ? 1e-12 : is_half ? 2e-2 : 1e-5;
   for (int64_t row = 0; row < call.batch * call.num_outputs(); ++row) {
     const int64_t output = row % call.num_outputs();
-    const std::vector<double> x = trial.state(row / call.num_outputs(), output);
+    double most;
+    const std::vector<double> x = trial.state(row / call.num_outputs(), output, &most);
     const double* w = trial.w_out.values.data() + (call.own_projection ? output * call.vocab * call.width : 0);
-    double most = 0;
-    for (const double value : x) most = std::max(most, std::abs(value));
     for (int64_t i = 0; i < call.vocab; ++i, w += call.width) {
       double want = 0, magnitude = 0;
       for (int64_t j = 0; j < call.width; ++j) want += x[j] * w[j], magnitude += most * std::abs(w[j]);
@@ -100,9 +133,11 @@ void check_ranking(const Call& call, const Numbers& logits, const Ranked& ranked
       require(ranked.values[row * k + i] == logit(order[i]), "a value");
       require(ranked.ids[row * k + i] == (vocab_map.empty() ? order[i] : vocab_map[order[i]]), "an id");
     }
+    const double most = logit(order[0]);
     double sum = 0;
-    for (int64_t i = 0; i < call.vocab; ++i) sum += std::exp(static_cast<double>(logit(i)));
-    require(std::abs(ranked.lse[row] - std::log(sum)) <= 1e-5 * (1 + std::abs(std::log(sum))), "log-sum-exp");
+    for (int64_t i = 0; i < call.vocab; ++i) sum += std::exp(logit(i) - most);
+    const double lse = most + std::log(sum);
+    require(std::abs(ranked.lse[row] - lse) <= 1e-5 * (1 + std::abs(lse)), "log-sum-exp");
   }
 }
 

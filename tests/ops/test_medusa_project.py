@@ -45,6 +45,23 @@ def make_inputs(case, device="cpu"):
     return tuple(t if t is None else t.to(device, dtype) for t in (x, w_res, b_res, w_out))
 
 
+def make_root(case, device="cpu"):
+    """Return the options of the block that sees the pending token, cut from wider tensors."""
+    (batch, _, _, hidden, _), dtype, _, bias = case
+    root = torch.randn(batch, 2 * hidden)[:, :hidden] * 0.02  # as small as embeddings are
+    root[-1:] = 0
+    w_root = torch.randn(hidden, 3 * hidden)[:, hidden:] * hidden**-0.5
+    b_root = torch.randn(hidden) * 0.1 if bias else None
+    named = {"root": root, "w_root": w_root, "b_root": b_root}
+    return {name: t if t is None else t.to(device, dtype) for name, t in named.items()}
+
+
+def with_root(hidden, root, w_root, b_root):
+    """Return what the heads see instead of hidden."""
+    normed = F.rms_norm(root, root.shape[-1:], eps=1e-6)
+    return hidden + F.silu(F.linear(torch.cat([hidden, normed], dim=-1), w_root, b_root))
+
+
 def head_by_head(hidden, w_res, b_res, w_out):
     """The loop every peer runs, in whatever dtype it is given."""
     logits = []
@@ -56,8 +73,8 @@ def head_by_head(hidden, w_res, b_res, w_out):
     return torch.stack(logits, dim=1)
 
 
-def doubled(inputs):
-    return tuple(t if t is None else t.cpu().double() for t in inputs)
+def doubled(inputs, dtype=torch.float64):
+    return tuple(t if t is None else t.cpu().to(dtype) for t in inputs)
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -109,27 +126,55 @@ def test_base_row_comes_first(dtype, backend, device) -> None:
     assert_close_to_baseline(lse, exact.logsumexp(-1), baseline.float().logsumexp(-1))
 
 
+@pytest.mark.parametrize("base", [False, True], ids=["heads", "base"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[5], CASES[6]], ids=case_id)
+def test_root_comes_before_the_heads(case, base, backend, device) -> None:
+    """Their first block sees it; the base row does not."""
+
+    def law(inputs, root):
+        logits = head_by_head(with_root(inputs[0], *root), *inputs[1:])
+        rows = head_by_head(inputs[0], inputs[1][:1, :0], None, inputs[3]) if base else logits[:, :0]
+        return torch.cat([rows, logits], dim=1)
+
+    base = base and case[2] == "shared"
+    inputs, root = make_inputs(case, device), make_root(case, device)
+    options = {"include_base": base, **root}
+    exact = law(doubled(inputs), doubled(root.values()))
+    baseline = law([t if t is None else t.cpu() for t in inputs], doubled(root.values(), case[1]))
+    assert_close_to_baseline(medusa_project(*inputs, **options).cpu(), exact, baseline)
+    k = min(5, case[0][-1])
+    values, ids, lse = (t.cpu() for t in medusa_project_topk(*inputs, k, **options))
+    assert_close_to_baseline(values.to(case[1]), exact.gather(-1, ids), baseline.gather(-1, ids))
+    assert_close_to_baseline(values.to(case[1]), exact.topk(k).values, baseline.topk(k).values)
+    assert_close_to_baseline(lse, exact.logsumexp(-1), baseline.float().logsumexp(-1))
+
+
 @pytest.mark.parametrize("projection", ["own", "shared"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
 def test_opcheck(projection, bias, backend, device) -> None:
-    hidden, w_res, b_res, w_out = make_inputs(((2, 3, 2, 16, 20), FP32, projection, bias), device)
-    torch.library.opcheck(ops.medusa_project.default, (hidden, w_res, b_res, w_out))
+    case = ((2, 3, 2, 16, 20), FP32, projection, bias)
+    hidden, w_res, b_res, w_out = make_inputs(case, device)
+    torch.library.opcheck(ops.medusa_project.default, (hidden, w_res, b_res, w_out), make_root(case, device))
     vocab_map = torch.randperm(20, device=device) if bias else None
     args = (hidden, w_res, b_res, w_out, 5)
+    options = {"vocab_map": vocab_map, **make_root(case, device)}
     torch.library.opcheck(ops.medusa_project_topk.default, args, {"vocab_map": vocab_map})
+    torch.library.opcheck(ops.medusa_project_topk.default, args, options)
     if projection == "shared":
         torch.library.opcheck(ops.medusa_project.default, args[:4], {"include_base": True})
         torch.library.opcheck(ops.medusa_project_topk.default, args, {"vocab_map": None, "include_base": True})
 
 
 def test_compiles(backend, device) -> None:
-    def step(hidden, w_res, b_res, w_out):
-        return medusa_project(hidden * 1, w_res, b_res, w_out), *medusa_project_topk(hidden, w_res, b_res, w_out, 4)
+    def step(hidden, w_res, b_res, w_out, **root):
+        logits = medusa_project(hidden * 1, w_res, b_res, w_out, **root)
+        return logits, *medusa_project_topk(hidden, w_res, b_res, w_out, 4, **root)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for batch in (2, 5):  # the second call compiles with dynamic shapes
-        inputs = make_inputs(((batch, 2, 1, 16, 20), FP32, "own", True), device)
-        torch.testing.assert_close(compiled(*inputs), step(*inputs), rtol=0, atol=0)
+        case = ((batch, 2, 1, 16, 20), FP32, "own", True)
+        inputs, root = make_inputs(case, device), make_root(case, device)
+        torch.testing.assert_close(compiled(*inputs, **root), step(*inputs, **root), rtol=0, atol=0)
 
 
 def test_exports(backend, device) -> None:
@@ -146,18 +191,20 @@ def test_exports(backend, device) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_graph() -> None:
-    inputs = make_inputs(((4, 3, 1, 64, 1000), BF16, "shared", True), "cuda")
-    medusa_project_topk(*inputs, 10)
+    case = ((4, 3, 1, 64, 1000), BF16, "shared", True)
+    inputs, root = make_inputs(case, "cuda"), make_root(case, "cuda")
+    medusa_project_topk(*inputs, 10, **root)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        logits, top = medusa_project(*inputs), medusa_project_topk(*inputs, 10)
+        logits, top = medusa_project(*inputs), medusa_project_topk(*inputs, 10, **root)
     inputs[0].neg_()  # replay with another input
     graph.replay()
-    torch.testing.assert_close((logits, top), (medusa_project(*inputs), medusa_project_topk(*inputs, 10)))
+    torch.testing.assert_close((logits, top), (medusa_project(*inputs), medusa_project_topk(*inputs, 10, **root)))
 
 
 GOOD = make_inputs(((2, 3, 1, 16, 20), FP32, "own", True))
+ROOT = make_root(((2, 3, 1, 16, 20), FP32, "own", True))
 # What is changed in a valid call -> the error.
 REJECTED = [
     ({"hidden": None}, TypeError, "hidden must be a torch.Tensor, got NoneType"),
@@ -176,6 +223,13 @@ REJECTED = [
     ({"w_out": GOOD[3][0, 0]}, ValueError, r"w_out must have shape \(V, 16\), got \(16,\)"),
     ({"w_out": GOOD[3][:, :0]}, ValueError, "w_res and w_out must not be empty"),
     ({"w_out": torch.nn.Parameter(GOOD[3])}, RuntimeError, "w_out requires grad"),
+    ({"root": ROOT["root"]}, ValueError, "root and w_root must be given together"),
+    ({"b_root": ROOT["b_root"]}, ValueError, "root and w_root must be given together"),
+    (ROOT | {"root": ROOT["root"][:1]}, ValueError, r"root must have shape \(2, 16\), got \(1, 16\)"),
+    (ROOT | {"w_root": GOOD[1][0, 0]}, ValueError, r"w_root must have shape \(16, 32\), got \(16, 16\)"),
+    (ROOT | {"w_root": ROOT["w_root"].mT.contiguous().mT}, ValueError, "w_root must have stride 1 in its last"),
+    (ROOT | {"b_root": ROOT["b_root"].double()}, TypeError, "b_root must be float32, got float64"),
+    (ROOT | {"w_root": torch.nn.Parameter(ROOT["w_root"])}, RuntimeError, "w_root requires grad"),
     ({"include_base": 1}, TypeError, "include_base must be a bool, got int"),
     ({"include_base": True}, ValueError, r"include_base must be False with own projections, got w_out \(3, 20, 16\)"),
 ]

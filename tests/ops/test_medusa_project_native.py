@@ -12,7 +12,7 @@ from specdec_kernels.reference.medusa_project import topk_lowest_id
 from specdec_kernels.testing import assert_close_to_baseline
 
 from ..marks import needs_native
-from .test_medusa_project import doubled, head_by_head, make_inputs
+from .test_medusa_project import doubled, head_by_head, make_inputs, make_root, with_root
 from .test_medusa_project_topk import sorted_ids
 
 pytestmark = needs_native
@@ -42,6 +42,22 @@ def close(case, dtype) -> None:
 def test_widths(hidden, projection, dtype, isa) -> None:
     """Around the numbers that one step multiplies."""
     close(((3, 2, 1, hidden, 40), dtype, projection, True), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("hidden", [1, 16, 33, 100, 700])
+def test_root(hidden, dtype, isa) -> None:
+    """Its block is the op's, whatever kernels norm and multiply."""
+    case = (2, 2, 1, hidden, 70), dtype, "shared", True
+    inputs, root = make_inputs(case), make_root(case)
+    logits = medusa_project(*inputs, **root)
+    exact = doubled(inputs)
+    exact = head_by_head(with_root(exact[0], *doubled(root.values())), *exact[1:])
+    if dtype == FP64:
+        torch.testing.assert_close(logits, exact)
+    else:
+        baseline = head_by_head(with_root(inputs[0], *root.values()), *inputs[1:])
+        assert_close_to_baseline(logits, exact, baseline)
 
 
 @DTYPES
@@ -88,11 +104,12 @@ def test_threads_do_not_matter(projection, dtype) -> None:
     """Weights large enough to be shared out, with many ties: the same bits on one, two and three threads."""
     inputs = list(make_inputs(((2, 3, 1, 512, 3001), dtype, projection, True)))
     inputs[3] = (inputs[3] * 8).round() / 8
+    root = make_root(((2, 3, 1, 512, 3001), dtype, projection, True))
     results, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 3, 2, 3):
             torch.set_num_threads(threads)
-            results.append((medusa_project(*inputs), *medusa_project_topk(*inputs, 64)))
+            results.append((medusa_project(*inputs, **root), *medusa_project_topk(*inputs, 64, **root)))
     finally:
         torch.set_num_threads(before)
     for result in results[1:]:

@@ -127,7 +127,12 @@ class MedusaDrafter:
     def _candidates(self, pending: Tensor, layout: "_Layout") -> tuple[Tensor, Tensor, Tensor]:
         """Ask the heads; returns what `MedusaHeads.topk` does."""
         assert self._hidden is not None
-        root = None if self._embedding is None else self._embedding.index_select(0, pending)
+        root = self._embedding
+        if root is not None and len(pending) == 1 and values_readable(pending):
+            (token,) = pending.tolist()
+            root = root[token : token + 1]
+        elif root is not None:
+            root = root.index_select(0, pending)
         return self.heads.topk(self._hidden, layout.top_k, self._shared_weight, root, num_heads=layout.max_depth)
 
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:

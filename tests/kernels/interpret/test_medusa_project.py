@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from specdec_kernels.kernels.medusa_project import medusa_project_triton
+from specdec_kernels.kernels.medusa_project import medusa_project_topk_triton, medusa_project_triton
 from specdec_kernels.reference.medusa_project import medusa_project_ref, medusa_project_topk_ref
 from specdec_kernels.testing import assert_close_to_baseline
 from tests.kernels.pairwise import pairwise
-from tests.ops.test_medusa_project import doubled, make_inputs
+from tests.ops.test_medusa_project import doubled, make_inputs, make_root, with_root
 from tests.ops.test_medusa_project_topk import sorted_ids
 
 from .heads import force_plan, law, project_topk, topk_of
@@ -126,6 +126,23 @@ def test_same_bits_as_the_reference() -> None:
         expected = medusa_project_topk_ref(*inputs, 20, vocab_map=torch.arange(200) * 3, include_base=base)
         close((values, ids), expected[:2], rtol=0, atol=0)
         close(lse, expected[2])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("base", [False, True], ids=["heads", "base"])
+def test_root_comes_before_the_heads(base, dtype) -> None:
+    case = (3, 2, 1, 40, 70), dtype, "shared", True
+    inputs, root = make_inputs(case), make_root(case)
+    exact, seen = doubled(inputs), with_root(inputs[0], *root.values())
+    exact_seen = with_root(exact[0], *doubled(root.values()))
+
+    def heads_of(hidden, seen, *weights):
+        return torch.cat([law((hidden, *weights), base)[:, :base], law((seen, *weights), False)], dim=1)
+
+    exact, baseline = heads_of(exact[0], exact_seen, *exact[1:]), heads_of(inputs[0], seen, *inputs[1:])
+    assert_close_to_baseline(medusa_project_triton(*inputs, include_base=base, **root), exact, baseline)
+    values, ids, _ = medusa_project_topk_triton(*inputs, 5, vocab_map=None, include_base=base, **root)
+    assert_close_to_baseline(values.to(dtype), exact.gather(-1, ids), baseline.gather(-1, ids))
 
 
 @pytest.mark.parametrize("batch", [16, 64])
