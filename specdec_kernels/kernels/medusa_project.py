@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .._registry import OPS
-from ..reference.medusa_project import ROOT_EPS
 from . import _common
 from ._product_tiles import products
 from ._topk_tiles import _merge_topk_kernel, add_exponentials, insert, no_keys, sort_keys
 from .decoder import rms_norm_triton
 from .linear import linear_triton
 
+_ROOT_EPS = 1e-6  # as in the reference
 _MERGED_AT_ONCE = 2048  # candidates at most
 _MAX_SPLIT = 65535  # rows of a split: a key of 16-bit logits counts them in 16 bits, of which the last means none
 
@@ -215,7 +215,7 @@ def medusa_project_topk_triton(
 
 def _root_block(hidden: Tensor, root: Tensor, w_root: Tensor, b_root: Tensor | None) -> Tensor:
     """Return what heads see that are conditioned on the pending token, ``(B, C)``."""
-    normed = rms_norm_triton(root, root.new_ones(root.shape[1]), ROOT_EPS)
+    normed = rms_norm_triton(root, root.new_ones(root.shape[1]), _ROOT_EPS)
     y = linear_triton(torch.cat([hidden, normed], dim=1), [w_root], [] if b_root is None else [b_root], None)
     return F.silu(y, inplace=True).add_(hidden)
 
