@@ -28,7 +28,10 @@ from specdec_kernels.hf.prepare import prepare
 
 @dataclass(frozen=True)
 class Setting:
-    """A drafter with one ``min_prob``: means over its steps, and the geometric mean of tokens/s over plain decoding."""
+    """A drafter with one ``min_prob``: means over its steps, and the geometric mean of tokens/s over plain decoding.
+
+    ``rest_ms`` is the part of a step that is not the target's forward: drafting, verification, compaction, the loop.
+    """
 
     drafter: str
     min_prob: float | None
@@ -36,6 +39,7 @@ class Setting:
     tokens_per_step: float
     nodes: float
     step_ms: float
+    rest_ms: float
 
 
 class Clock:
@@ -43,7 +47,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.speeds: list[float] = []
-        self.tokens, self.steps, self.nodes, self.ms = 0, 0, 0, 0.0
+        self.tokens, self.steps, self.nodes, self.ms, self.rest_ms = 0, 0, 0, 0.0, 0.0
 
     def add(self, stats: DecodeStats) -> None:
         """Add a text; the first token comes from the prompt."""
@@ -54,6 +58,7 @@ class Clock:
             self.steps + stats.num_steps,
             self.ms + ms,
         )
+        self.rest_ms += ms - stats.phase_time_us["forward"] / 1e3
         self.nodes += sum(width * count for width, count in enumerate(stats.width_histogram))
 
     def over(self, plain: "Clock") -> float:
@@ -75,18 +80,19 @@ def measure(model, prompts: Iterable[list[int]], drafters: dict, max_new_tokens:
         print(f"\r{number + 1} prompts", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     for (name, min_prob), clock in clocks.items():
-        means = (round(total / clock.steps, 3) for total in (clock.tokens, clock.nodes, clock.ms))
+        means = (round(total / clock.steps, 3) for total in (clock.tokens, clock.nodes, clock.ms, clock.rest_ms))
         yield Setting(name, min_prob, round(clock.over(clocks["plain", None]), 4), *means)
 
 
 def markdown(path: Path) -> list[str]:
     """Return the table of a result file."""
-    columns = ("", "nodes of at least", "nodes", "tokens/step", "ms/step", "× plain")
+    columns = ("", "nodes of at least", "nodes", "tokens/step", "ms/step", "outside the forward", "× plain")
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for line in path.read_text().splitlines()[1:]:
         row = Setting(**json.loads(line))
         least = "-" if row.min_prob is None else "all" if row.min_prob == 0 else f"{row.min_prob:g}"
-        cells = f"{row.nodes:.1f}", f"{row.tokens_per_step:.2f}", f"{row.step_ms:.1f}", f"{row.over_plain:.2f}"
+        cells = [f"{row.nodes:.1f}", f"{row.tokens_per_step:.2f}", f"{row.step_ms:.1f}", f"{row.rest_ms:.2f}"]
+        cells.append(f"{row.over_plain:.2f}")
         lines.append(f"| {row.drafter} | {least} | {' | '.join(cells)} |")
     return lines
 
