@@ -77,10 +77,10 @@ def _add_adapter_arguments(group) -> None:
     group.add_argument("--target-temperature", type=float, default=1.0, help="of the model's distribution in the loss")
     group.add_argument("--draft-temperature", type=float, default=1.0, help="of the adapter's distribution in the loss")
     group.add_argument("--answers-only", action="store_true", help="do not learn from the user's turns too")
-    group.add_argument("--init", help="folder of a trained adapter to go on from, say with a lower --lr")
 
 
 def _add_training_arguments(group, batch_size: int, rows: str) -> None:
+    group.add_argument("--init", help="folder of an earlier result to go on from, say with a lower --lr")
     group.add_argument("--epochs", type=float, default=4.0, help=f"passes over the training {rows}")
     group.add_argument("--batch-size", type=int, default=batch_size, help=f"{rows} of one step")
     group.add_argument("--lr", type=float, default=1e-3, help="highest learning rate of AdamW")
@@ -117,6 +117,7 @@ def _train_medusa(args: Namespace) -> str:
         decay=args.decay,
         soft_targets=args.soft_targets,
         root_conditioned=args.root_conditioned,
+        init=args.init,
     )
     train_medusa(
         *places_and_data(args), options, _trainer_options(args), joint=_joint_options(args), on_the_fly=args.on_the_fly,

@@ -25,6 +25,7 @@ class HeadOptions:
         decay: ``λ`` of the loss.
         soft_targets: learn the backbone's whole distribution at each label's position instead of the label alone.
         root_conditioned: the heads see the pending token, too, see `MedusaHeads`.
+        init: folder of heads to go on from; None to begin with what the base model predicts.
     """
 
     num_heads: int = 4
@@ -34,6 +35,7 @@ class HeadOptions:
     decay: float = 0.8
     soft_targets: bool = False
     root_conditioned: bool = True
+    init: str | None = None
 
 
 class HeadLoss:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..hf.load import load_model
 from ..modules.kangaroo import KangarooAdapter, Rope, rope_of
+from ..modules.kangaroo_checkpoint import read_adapter
 from .calibrate import MAX_RANK, RankCounter, format_accuracies, row_of_token, save_accuracies
 from .data import HELD_OUT_EVERY, GenerationOptions, check_split, generate_conversations, is_held_out
 from .generate import Conversation
@@ -18,6 +19,7 @@ from .medusa import base_model_name, frequent_tokens
 from .processes import Processes
 from .sequences import LiveStates, SequenceBatch, SequenceStates, split, store_states
 from .trainer import Trainer, TrainerOptions
+from .warm_start import take_over
 
 KINDS = ("layer", "attention")
 PARTS = ("soft", "hard")  # of the loss
@@ -87,15 +89,12 @@ def fresh_adapter(options: AdapterOptions, conversations: Sequence[Conversation]
 
 def _go_on_from(adapter: KangarooAdapter, folder: str, rope: Rope) -> None:
     """Take over the weights of a trained adapter."""
-    trained = KangarooAdapter.from_pretrained(folder, rope, dtype=torch.float32)
-    found, wanted = (
-        (a.exit_layer, {name: tuple(p.shape) for name, p in a.named_parameters()}) for a in (trained, adapter)
-    )
-    if found != wanted:
-        raise ValueError(f"the adapter in {folder} is behind layer {found[0]}, with {found[1]}; wanted {wanted}")
-    with torch.no_grad():
-        for name, parameter in trained.named_parameters():
-            adapter.get_parameter(name).copy_(parameter)
+    # The public ones do not say.
+    exit_layer = read_adapter(Path(folder)).config.get("exit_layer", adapter.exit_layer)
+    if exit_layer != adapter.exit_layer:
+        raise ValueError(f"the adapter in {folder} is behind layer {exit_layer}, wanted {adapter.exit_layer}")
+    trained = KangarooAdapter.from_pretrained(folder, rope, exit_layer=exit_layer, dtype=torch.float32)
+    take_over(adapter, trained, folder)
 
 
 class AdapterLoss:

@@ -19,6 +19,7 @@ from .hidden import HiddenStates, cache_hidden_states
 from .medusa_live import measure_live, train_live
 from .processes import Processes
 from .trainer import CURVE, Trainer, TrainerOptions
+from .warm_start import go_on_from_heads
 
 
 def frequent_tokens(conversations: Iterable[Conversation], size: int, vocab_size: int) -> Tensor:
@@ -139,7 +140,8 @@ def train_medusa(
 def fresh_heads(options: HeadOptions, conversations: Iterable[Conversation], lm_head_weight: Tensor) -> MedusaHeads:
     """Return untrained fp32 heads: identity blocks, own projections copied from the ``lm_head``.
 
-    So every head starts by predicting what the base model predicts (arXiv 2401.10774, section 2.1).
+    So every head starts by predicting what the base model predicts (arXiv 2401.10774, section 2.1). With
+    ``options.init`` it starts as the heads in that folder, see `go_on_from_heads`.
     """
     vocab_size, hidden_size = lm_head_weight.shape
     vocab_map = None
@@ -153,6 +155,8 @@ def fresh_heads(options: HeadOptions, conversations: Iterable[Conversation], lm_
     )  # fmt: skip
     if heads.w_out is not None:
         heads.w_out.data.copy_(heads.select_rows(lm_head_weight))
+    if options.init is not None:
+        go_on_from_heads(heads, options.init)
     return heads
 
 

@@ -57,6 +57,13 @@ def learning_rate(step: int, num_steps: int, options: TrainerOptions) -> float:
     return options.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+def _given(value):
+    """Leave out what is None: an option that came after a checkpoint, and is not used, does not change the task."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _given(entry) for name, entry in value.items() if entry is not None}
+
+
 class RowOrder:
     """Which rows a step sees: every epoch a new permutation, decided by seed and epoch alone (so a run can resume)."""
 
@@ -190,7 +197,8 @@ class Trainer:
 
     def _load(self) -> None:
         state = torch.load(self.checkpoint, map_location=next(iter(self.named.values())).device, weights_only=True)
-        different = [name for name, value in self.identity.items() if state["identity"][name] != value]
+        found, wanted = _given(state["identity"]), _given(self.identity)
+        different = [name for name in self.identity if found.get(name) != wanted.get(name)]
         if different:
             raise ValueError(f"{self.checkpoint} was made with other {', '.join(different)}; remove it to start over")
         with torch.no_grad():

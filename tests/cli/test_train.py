@@ -1,5 +1,6 @@
 import json
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -42,6 +43,19 @@ def test_two_commands_make_heads_and_their_tree(tiny, tmp_path, capsys):
         *("medusa_lm_head.safetensors", "config.json", "accuracy.json", "training_curve.jsonl", "tree.json"),
         "training_curve.svg",
     }
+
+
+def test_a_second_training_goes_on_from_the_first(tiny, tmp_path, capsys):
+    assert main(arguments(tiny, tmp_path / "first")) == 0
+    more = ("--work", str(tmp_path / "first.work"), "--init", str(tmp_path / "first"))
+    assert main(arguments(tiny, tmp_path / "second", *more)) == 2
+    assert "was made with other task" in capsys.readouterr().err.splitlines()[-1]
+    shutil.rmtree(tmp_path / "first.work" / "training")
+    assert main(arguments(tiny, tmp_path / "second", *more, "--lr", "0")) == 0
+    first, second = (MedusaHeads.from_pretrained(tmp_path / name) for name in ("first", "second"))
+    assert torch.equal(first.w_res, second.w_res)
+    assert main(arguments(tiny, tmp_path / "third", *more[:3], str(tmp_path / "nowhere"))) == 2
+    assert "nowhere" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_what_is_printed_as_next_gives_an_expected_speed_up(tiny, tmp_path, capsys):

@@ -179,10 +179,22 @@ def test_training_goes_on_from_an_adapter_with_any_vocabulary(trained, model):
     assert len(further.vocab_map) == 12
     for name, parameter in adapter.named_parameters():
         assert torch.equal(further.get_parameter(name), parameter), name
-    with pytest.raises(ValueError, match=r"is behind layer 1, with .*; wanted \(1, .*gate_proj"):
+    with pytest.raises(ValueError, match=r"of other shapes: .*gate_proj.weight \(none\), wanted \(48, 32\)"):
         fresh_adapter(AdapterOptions(1, kind="layer", init=str(folder / "out")), states.conversations, model)
     with pytest.raises(FileNotFoundError):
         fresh_adapter(AdapterOptions(1, init=str(folder / "nowhere")), states.conversations, model)
+
+
+def test_an_adapter_to_go_on_from_is_of_the_same_layer_if_it_says_so(trained, model, tmp_path):
+    shutil.copytree(trained[0] / "out", tmp_path / "other")
+    file = tmp_path / "other" / "config.json"
+    options = AdapterOptions(1, kind="attention", init=str(file.parent))
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"exit_layer": 2}))
+    with pytest.raises(ValueError, match="is behind layer 2, wanted 1"):
+        fresh_adapter(options, [], model)
+    file.write_text(json.dumps({name: value for name, value in config.items() if name != "exit_layer"}))
+    assert torch.equal(fresh_adapter(options, [], model).q_proj.weight, trained[1].q_proj.weight)
 
 
 def test_the_last_layer_after_all_others_is_the_model_itself(trained, model):

@@ -88,3 +88,12 @@ def test_checkpoint_of_other_options_is_refused(tmp_path):
         trainer(tmp_path, other).run()
     with pytest.raises(ValueError, match="made with other task"):
         trainer(tmp_path, task={"soft_targets": True}).run()
+
+
+def test_an_option_that_came_later_and_is_not_used_changes_nothing(tmp_path):
+    trainer(tmp_path, task={"decay": 0.8}).run(stop_after=3)
+    with pytest.raises(ValueError, match="made with other task"):
+        trainer(tmp_path, task={"decay": 0.8, "init": "folder"}).run()
+    again = trainer(tmp_path, task={"decay": 0.8, "init": None})
+    again.run()
+    assert again.step == again.num_steps
