@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from specdec_kernels.decoding import DecodeStats, GreedyAcceptance, RejectionAcceptance, decode
-from specdec_kernels.decoding.drafters import DraftModelDrafter
+from specdec_kernels.decoding.drafters import DraftModelDrafter, MergedDrafter, draft_model
+from specdec_kernels.decoding.drafting import first_nodes
 from specdec_kernels.decoding.exits import ExitRule
+from specdec_kernels.tree import DraftTree
 
 from .test_drafting import decoded
 from .test_loop_law import LIMIT, law_of, sample, table  # noqa: F401 (a fixture)
-from .toy import TableTarget, ToyTarget, chi_square_excess, pad
+from .toy import CheatingDrafter, TableTarget, ToyTarget, chi_square_excess, pad
 
 PROMPTS = [[3, 1, 4], [5], [2, 7, 1, 8]]
 ALWAYS = ExitRule(threshold=0.0, target_rate=None)
@@ -40,6 +42,8 @@ class WatchedDrafter(DraftModelDrafter):
 
     def propose(self, pending):
         draft = super().propose(pending)
+        if draft.ids.shape[1] == 1:
+            return draft  # nothing was fed
         lengths = self.model.prefix_len
         for row, prompt in enumerate(self.prompts):
             if self._context.finished[row]:
@@ -141,6 +145,48 @@ def test_a_row_does_not_depend_on_its_slot_or_neighbours():
     together = run([0, 1, 2])
     assert together[::-1] == run([2, 1, 0])
     assert together == [run([row])[0] for row in range(3)]
+
+
+class Pausing:
+    """A budget that lets nobody draft for a while."""
+
+    def __init__(self, first, last):
+        self.pause, self.step = range(first, last), 0
+
+    def choose(self, num_rows, longest):
+        self.step += 1
+        return 1 if self.step in self.pause else 99
+
+
+@pytest.mark.parametrize("at_once", [64, 3, 1])
+def test_what_was_emitted_in_a_long_pause_is_fed_in_pieces(at_once, monkeypatch):
+    """Its cache is checked at every step, and what describes the pieces does not grow with the text."""
+    monkeypatch.setattr(draft_model, "FED_AT_ONCE", at_once)
+    target, drafter = ToyTarget(3, 60), WatchedDrafter(ToyTarget, max_drafts=2, exit_rule=ALWAYS)
+    plain = [target.plain(prompt, 40) for prompt in PROMPTS]
+    budget = Pausing(3, 20)
+    assert decoded(target, drafter, PROMPTS, [40, 12, 35], budget=budget) == [plain[0], plain[1][:12], plain[2][:35]]
+    assert {count for row in drafter.num_accepted for count in row} >= {(0, 0), (2, 2)}
+    assert drafter._layout.max_nodes == max(3, at_once)
+
+
+def test_a_row_near_its_end_has_room_while_another_one_is_fed():
+    """Before the model is asked at all, one row has emitted many tokens, the other one few, and is nearly full."""
+    prompts, limits = [PROMPTS[0], [2] * 90], [40, 3]
+    target, model = ToyTarget(2, 90 + 3 - 1 + 10), WatchedDrafter(ToyTarget, max_drafts=1, exit_rule=ALWAYS)
+    plain = [target.plain(prompt, 40) for prompt in prompts]
+
+    class Says(CheatingDrafter):
+        """All of the first row's next tokens, until thirty are there; the other row's never."""
+
+        def propose(self, pending):
+            draft = super().propose(pending)
+            draft.ids[1, 1:] = (draft.ids[1, 1:] + 1) % 13
+            return first_nodes(draft, 1 if self.emitted[0] > 30 else 10)
+
+    first = Says(DraftTree.chain(9), plain)
+    drafter = MergedDrafter(first, model, max_nodes=10)
+    assert decoded(target, drafter, prompts, limits) == [plain[0], plain[1][:3]]
 
 
 def test_greedy_and_sampled_rows_share_a_batch():

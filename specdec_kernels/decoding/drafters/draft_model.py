@@ -13,6 +13,9 @@ from ..exits import ExitRule
 from ..protocols import Draft, RewindableTarget, TargetOutput
 from .plain import root_alone
 
+# Emitted tokens of a row that are fed at once, when the model has not been asked for a while.
+FED_AT_ONCE = 64
+
 
 class DraftModelDrafter:
     """Draft a chain with a model of its own (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, 2302.01318).
@@ -74,8 +77,8 @@ class DraftModelDrafter:
         if self._context is None:
             raise RuntimeError("DraftModelDrafter: it works only inside decode, which calls bind and begin")
         batch, device = len(prompt_ids), prompt_ids.device
-        # No row of the target gets longer than its capacity, drafts included.
-        capacity = self._context.target.capacity + self.max_drafts
+        # No row of the target gets longer than its capacity; any row may be behind it while another one is fed.
+        capacity = self._context.target.capacity + max(self.max_drafts, FED_AT_ONCE)
         # The last run's ends first: a prepared model lends its recordings to one target at a time.
         vars(self).pop("model", None)
         self.model = self._make_draft(batch, capacity)
@@ -85,7 +88,7 @@ class DraftModelDrafter:
             )
         self.model.prefill(prompt_ids, prompt_len)
         self.exits = self.exit_rule.begin(batch, device)
-        self._layout = ChainLayout(capacity, device)
+        self._layout = ChainLayout(max(self.max_nodes, FED_AT_ONCE), device)
         self._vocab_size = output.logits.shape[-1]
         self._prompt_len = prompt_len.tolist()
         # Of each row: committed cache rows, emitted tokens among them, and the drafts that follow those.
@@ -134,16 +137,27 @@ class DraftModelDrafter:
         self._num_running = len(running)
         missing = [[0] if finished[row] else self._rewind(row, tokens) for row, tokens in enumerate(emitted)]
         self.model.truncate(torch.tensor(self._lengths, dtype=torch.int32, device=device))
-        width = max(map(len, missing))
-        ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in missing], device=device)
-        last = torch.tensor([len(tokens) - 1 for tokens in missing], device=device)
-        output = self.model.forward(ids, self._layout.mask(width), self._layout.depths(width))
-        path = self._layout.depths(width)[:, 1:].expand(len(ids), -1).contiguous()
-        self.model.commit(path, last.to(torch.int32), context.active)
         for row, tokens in enumerate(missing):
             if not finished[row]:
                 self._lengths[row] += len(tokens)
                 self._num_known[row] = len(emitted[row])
+        while max(map(len, missing)) > FED_AT_ONCE:
+            # The last tokens of all rows are fed together, so that their logits come from one forward.
+            is_long = [len(tokens) > FED_AT_ONCE for tokens in missing]
+            self._feed([tokens[: FED_AT_ONCE * long] for tokens, long in zip(missing, is_long, strict=True)], device)
+            missing = [tokens[FED_AT_ONCE * long :] for tokens, long in zip(missing, is_long, strict=True)]
+        return self._feed(missing, device)
+
+    def _feed(self, tokens: Sequence[list[int]], device: torch.device) -> Tensor:
+        """Run and commit tokens of each row, of some rows none; return the logits ``(B, V)`` after the last ones."""
+        assert self._context is not None
+        width = max(map(len, tokens))
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in tokens], device=device)
+        last = torch.tensor([max(0, len(row) - 1) for row in tokens], device=device)
+        is_fed = torch.tensor([len(row) > 0 for row in tokens], device=device) & self._context.active
+        output = self.model.forward(ids, self._layout.mask(width), self._layout.depths(width))
+        path = self._layout.depths(width)[:, 1:].expand(len(ids), -1).contiguous()
+        self.model.commit(path, last.to(torch.int32), is_fed)
         return self._fitted(output.logits[torch.arange(len(ids), device=device), last])
 
     def _rewind(self, row: int, emitted: Sequence[int]) -> list[int]:
