@@ -258,6 +258,12 @@ def _run_case(
     return summarise(bench, case_id, samples, machine, roofline, options.cold)
 
 
+def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write a result file: a line of JSON for each record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def save(name: str, machine: Machine, results: list[Result], add: bool = False) -> Path:
     """Write ``results/<device>/<name>.jsonl``, replacing what earlier runs measured; ``add``: of these cases only."""
     path = RESULTS / machine.slug / f"{name}.jsonl"

@@ -5,7 +5,6 @@ and the last step, the call of the driver, does nothing. All else is what runs i
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -18,7 +17,7 @@ os.environ["SPECDEC_NATIVE"] = "0"  # so that the launcher can take the place of
 import torch
 
 from benchmarks import bench_layers
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, write_records
 from benchmarks.machine import describe_machine
 from specdec_kernels import paged_tree_attention, tree_attention
 from specdec_kernels._ops import NAMESPACE
@@ -97,7 +96,7 @@ def main() -> None:
         records = (
             {"call": name, "median_us": round(us, 2), "machine": asdict(machine)} for name, us in medians.items()
         )
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_records(path, records)
 
 
 if __name__ == "__main__":

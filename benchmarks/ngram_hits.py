@@ -4,7 +4,6 @@
 """
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.e2e.prompts import encode, read_prompts
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, write_records
 from benchmarks.machine import describe_machine
 from specdec_kernels.decoding.drafters import NGramDrafter
 from specdec_kernels.decoding.drafters.ngram import SuffixIndex
@@ -109,7 +108,7 @@ def main() -> None:
         path = RESULTS / machine.slug / "ngram_hits.jsonl"
         lines = [{"machine": asdict(machine), "command": command, "texts": len(rows)}]
         lines += [{"suffix": length, **counts._asdict()} for length, counts in hits.items()]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_records(path, lines)
         print(f"wrote {path}")
 
 

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.e2e.prompts import OWN_PROMPTS, encode, read_prompts
 from benchmarks.e2e.rows import geometric, without_folders
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, write_records
 from benchmarks.machine import describe_machine
 from specdec_kernels.cli import _drafters
 from specdec_kernels.decoding import DecodeStats
@@ -128,7 +128,7 @@ def main() -> None:
         print(" ".join(f"{key} {value}" for key, value in record.items()))
     if args.save:
         path = RESULTS / machine.slug / "e2e_likely_bfloat16.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_records(path, records)
         print(f"wrote {os.path.relpath(path)}")
 
 

@@ -1,7 +1,7 @@
 """Tables and the SVG of a result file of `benchmarks.e2e.compare`, and the figures in the documentation.
 
 python -m benchmarks.e2e.report FILE      # the tables, and FILE's SVG beside it
-python -m benchmarks.e2e.report --write   # put the tables between the markers of README.md and docs/*.md
+python -m benchmarks.e2e.report --write   # put the tables between the markers of README.md, docs and examples
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import attention_tables
 from benchmarks import plot as drawing
-from benchmarks.e2e import calibrated, likely, scaling, sentences, steps
+from benchmarks.e2e import accuracies, calibrated, likely, replayed, scaling, sentences, steps
 from benchmarks.e2e.catalogue import OURS, PROVIDERS
 from benchmarks.e2e.rows import Row, Run, geometric, percentile, read_run
 from benchmarks.e2e.sentences import same_texts
@@ -185,11 +185,14 @@ BLOCKS: dict[str, Callable[..., list[str]]] = {
     "e2e-memory": sentences.memory,
     "e2e-texts": sentences.texts,
     "e2e-calibration": calibrated.markdown,
+    "accuracies": accuracies.markdown,
+    "accuracies-by-head": accuracies.markdown_by_head,
     "e2e-tasks": lambda path: markdown_tasks(read_run(path)),
     "e2e-drafters": lambda path, *names: markdown_drafters(read_run(path), *names),
     "e2e-phases": lambda path: markdown_phases(read_run(path)),
     "e2e-prompts": lambda path: markdown_prompts(read_run(path)),
     "e2e-likely": likely.markdown,
+    "e2e-replayed": replayed.markdown,
     "e2e-steps": steps.markdown,
     "attention": attention_tables.grid,
     "attention-others": attention_tables.others,
@@ -215,7 +218,7 @@ def filled(text: str, results: Path = RESULTS) -> str:
 
 def pages() -> list[Path]:
     """Return the pages that have marked blocks."""
-    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
     return [path for path in paths if MARKER.search(path.read_text())]
 
 

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import write_records
+
 
 @dataclass
 class Row:
@@ -105,6 +107,4 @@ def read_run(path: Path) -> Run:
 
 def write_run(path: Path, run: Run) -> None:
     """Write a result file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    records = [run.head, *(asdict(row) for row in run.rows)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records(path, [run.head, *map(asdict, run.rows)])

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.e2e import sentences
 from benchmarks.e2e.rows import Run
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, write_records
 from benchmarks.machine import describe_machine
 from specdec_kernels._chart import Panel, line_chart
 from specdec_kernels.cli import _drafters
@@ -164,9 +164,8 @@ def save(path: Path, points: Sequence[Point], calibration: Path) -> Path:
     machine = asdict(describe_machine(torch.device("cpu")))
     used = {"shipped": sentences.shipped(), "calibration": digest(calibration)}
     head = {"machine": machine, "command": command, **used}
-    path.parent.mkdir(parents=True, exist_ok=True)
     records = [head, *sorted([*kept, *map(asdict, points)], key=lambda record: list(SWEEPS).index(record["sweep"]))]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records(path, records)
     return plot(path)
 
 

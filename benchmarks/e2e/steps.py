@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from benchmarks.e2e.rows import without_folders
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, write_records
 from benchmarks.machine import describe_machine
 from specdec_kernels._ops import NAMESPACE
 from specdec_kernels.hf import _compat
@@ -131,9 +131,8 @@ def save(path: Path, model: str, steps: Iterable[Step]) -> None:
     """Write the machine, the command and the steps."""
     machine = asdict(describe_machine(torch.device("cpu")))
     command = "python -m benchmarks.e2e.steps " + " ".join(map(without_folders, sys.argv[1:]))
-    path.parent.mkdir(parents=True, exist_ok=True)
     records = [{"machine": machine, "command": command, "model": model}, *map(asdict, steps)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records(path, records)
 
 
 def markdown(path: Path) -> list[str]:
