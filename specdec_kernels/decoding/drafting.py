@@ -202,12 +202,16 @@ class DrawnChain:
         """Say whether any row still drafts and there is room. On a GPU this waits for the device."""
         return self.length < self.max_nodes and bool(self.drafting.any())
 
-    def extend(self, logits: Tensor, threshold: Tensor | float | None = None) -> None:
+    def extend(
+        self, logits: Tensor, threshold: Tensor | float | None = None, *, token_map: Tensor | None = None
+    ) -> None:
         """Draw the next node of each row that still drafts.
 
         Args:
             logits: ``(B, V)``, the draft distribution after the last node, not processed. A row with NaN stops.
             threshold: ``(B,)`` or a number; a row whose token was less probable than that stops *behind* it.
+            token_map: ``(V',) int64``, the ids of logits ``(B, V')`` that leave the others out; in greedy runs whose
+                logits are not processed.
         """
         node = self.length - 1
         nodes = torch.where(self.drafting, node, -1)
@@ -215,7 +219,7 @@ class DrawnChain:
         ids, probs = self._context.draw(logits, None if self._uniforms is None else self._uniforms[:, node + 1])
         self.drafting = self.drafting & ~probs.isnan()
         self.num_nodes = self.num_nodes + self.drafting
-        self._ids.append(ids)
+        self._ids.append(ids if token_map is None else token_map[ids])
         if self._uniforms is not None:
             # Of a recorded step they are written anew by the next one.
             self._logits.append(logits.clone())

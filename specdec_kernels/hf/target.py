@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..decoding.drafting import ChainLayout
 from ..decoding.protocols import LayerPlan, TargetOutput
-from ..tree.mask import WORD_BITS, num_words
+from ..tree.mask import WORD_BITS, mask_behind, num_words
 from . import _compat
 from ._chunks import PREFILL_CHUNK, check_prompts, prompt_chunks
 from .attention import IMPLEMENTATION, TreeState
@@ -306,9 +306,15 @@ class HFTarget:
         """Call the model; ``select`` chooses from the final hidden states ``(B, T, C)`` what becomes logits."""
         if self.model.training:
             raise RuntimeError("HFTarget: the model is in training mode; call model.eval() first")
-        num_nodes = ids.shape[1]
+        num_nodes, prefix_len = ids.shape[1], self._picked(self.cache.prefix_len)
+        positions = prefix_len.unsqueeze(1) + depths
+        self.cache.continue_step(first_node)
+        behind = mask_behind(tree_mask, first_node) if first_node else None
+        if behind is not None:
+            # The same bits, and layers neither ask for the earlier nodes again nor run one by one.
+            tree_mask, prefix_len, first_node = behind, prefix_len + first_node, 0
         if self._is_lonely(ids):
-            ids, depths, tree_mask = ids.expand(1, 2), depths.expand(1, 2), _with_twin(tree_mask)
+            ids, positions, tree_mask = ids.expand(1, 2), positions.expand(1, 2), _with_twin(tree_mask)
         seen: list[Tensor] = []
 
         # The input of the projection is what the last norm gave, in every family; taking it here leaves the way from
@@ -319,12 +325,10 @@ class HFTarget:
             seen.append(hidden)
             return (hidden.expand(1, 2, -1) if self._is_lonely(hidden[..., 0]) else hidden,)
 
-        prefix_len = self._picked(self.cache.prefix_len)
         slots = None if self._rows is None else self._rows[:, None].to(torch.int32)
-        self.cache.continue_step(first_node)
         arguments = {
             "input_ids": ids,
-            "position_ids": (prefix_len.unsqueeze(1) + depths).long(),
+            "position_ids": positions.long(),
             "use_cache": True,
             "return_dict": True,
             "tree_state": TreeState(tree_mask, prefix_len, first_node, slots),

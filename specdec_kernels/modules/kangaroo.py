@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.decoder import rms_norm, rotary_cache_write_
+from ..ops.linear import gated_linear, linear
 from .kangaroo_checkpoint import read_adapter, write_adapter
 
 
@@ -136,9 +138,13 @@ class KangarooAdapter(nn.Module):
             projection(normed).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         ]
-        angles = positions[..., None, None].float() * self.inv_freq
-        cos, sin = (angles.cos() * self.rope_scale).to(hidden.dtype), (angles.sin() * self.rope_scale).to(hidden.dtype)
+        cos, sin = (part.unsqueeze(-2) for part in self._angles(positions, hidden.dtype))
         return _turned(heads[0], cos, sin), _turned(heads[1], cos, sin), heads[2]
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine ``(B or 1, n, R)`` of the positions."""
+        angles = positions[..., None].float() * self.inv_freq
+        return (angles.cos() * self.rope_scale).to(dtype), (angles.sin() * self.rope_scale).to(dtype)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Return the states ``(B, n, C)`` that the projection sees, from ``attended (B, n, Hq, D)``. Differentiable."""
@@ -147,6 +153,49 @@ class KangarooAdapter(nn.Module):
             y = self.post_attention_layernorm(x)
             x = x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
         return self.norm(x)
+
+    def cache_nodes(
+        self, hidden: Tensor, positions: Tensor, keys: Tensor, values: Tensor, prefix_len: Tensor
+    ) -> Tensor:
+        """Write the keys and values of nodes behind each row's prefix, and return their queries. For inference.
+
+        Args:
+            hidden: ``(B, n, C)`` of the exit layer.
+            positions: ``(B or 1, n)``, absolute.
+            keys, values: ``(B, S, Hk, D)``; in another dtype than the hidden states they are rounded to it.
+            prefix_len: ``(B,) int32``; node *i* goes to row ``prefix_len + i``.
+
+        Returns:
+            ``(B, n, Hq, D)``, turned to their positions.
+
+        Raises:
+            RuntimeError: the parameters require grad while grad is on.
+        """
+        if keys.dtype != hidden.dtype:
+            queries, *states = self.attention_inputs(hidden, positions)
+            rows = prefix_len[:, None].long() + torch.arange(hidden.shape[1], device=hidden.device)
+            batch = torch.arange(len(hidden), device=hidden.device)[:, None]
+            keys[batch, rows], values[batch, rows] = (part.to(keys.dtype) for part in states)
+            return queries
+        normed = rms_norm(hidden, self.input_layernorm.weight, self.eps)
+        qkv = linear(normed, [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))
+        cos, sin = (torch.cat([part, part], dim=-1) for part in self._angles(positions, hidden.dtype))
+        rotary_cache_write_(qkv, cos, sin, keys, values, prefix_len)
+        return qkv[:, :, : self.num_heads]
+
+    def states(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Return what `finish` returns, with the bits of a row its own. For inference.
+
+        Raises:
+            RuntimeError: the parameters require grad while grad is on.
+        """
+        x = linear(attended.flatten(-2), [self.o_proj.weight], residual=hidden)
+        if self.intermediate_size is not None:
+            y = rms_norm(x, self.post_attention_layernorm.weight, self.eps)
+            y = gated_linear(y, self.gate_proj.weight, self.up_proj.weight)
+            x = linear(y, [self.down_proj.weight], residual=x)
+        return rms_norm(x, self.norm.weight, self.eps)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the states that the projection sees for whole sequences ``(B, n, C)``, which start at position 0.

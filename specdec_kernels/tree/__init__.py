@@ -2,7 +2,7 @@
 
 from .build import DraftTree, load_metadata
 from .draw import draw_svg, draw_text
-from .mask import depths_from_mask, mask_from_parents, pack_mask, unpack_mask
+from .mask import depths_from_mask, mask_behind, mask_from_parents, pack_mask, unpack_mask
 from .optimize import SizedTree, expected_tokens, fastest_tree, grow_tree, node_gains, optimize_tree
 from .presets import preset, preset_names, preset_source
 
@@ -16,6 +16,7 @@ __all__ = [
     "fastest_tree",
     "grow_tree",
     "load_metadata",
+    "mask_behind",
     "mask_from_parents",
     "node_gains",
     "optimize_tree",

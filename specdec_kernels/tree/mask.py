@@ -150,6 +150,36 @@ def ancestor_words(parents: list[int]) -> list[int]:
     return words
 
 
+def mask_behind(packed: Tensor, first_node: int) -> Tensor | None:
+    """Return the mask of the nodes from ``first_node`` on, to which all earlier nodes are what a longer prefix is.
+
+    That they are where every later node descends from all earlier ones, which are a chain then::
+
+        prefix ─ 0 ─ 1 ─ 2 ┬ 3          first_node = 2:      prefix, 2 rows longer ─ 0 ┬ 1
+                           └ 4                                                        └ 2
+
+    Args:
+        packed: ``(..., T, W) int64`` ancestor masks (not checked).
+        first_node: 0 … T − 1.
+
+    Returns:
+        ``(..., T − first_node, 1)``; None where a node does not descend from all earlier ones, for ``T > 63``, and
+        where the values cannot be read without waiting for a device.
+
+    Example:
+        >>> chain_and_fork = mask_from_parents(torch.tensor([-1, 0, 1, 2, 2]))
+        >>> mask_behind(chain_and_fork, 2).flatten().tolist(), mask_behind(chain_and_fork, 4)
+        ([1, 3, 5], None)
+    """
+    if packed.shape[-2] >= WORD_BITS or not values_readable(packed):
+        return None
+    rows = packed[..., first_node:, 0]
+    words, chain = rows.flatten().tolist(), (1 << first_node) - 1
+    if any(word & chain != chain for word in words):
+        return None
+    return torch.tensor([word >> first_node for word in words], dtype=torch.int64).view(*rows.shape, 1)
+
+
 def depths_from_mask(packed: Tensor) -> Tensor:
     """Return every node's depth, ``popcount(row) − 1``: 0 for the root.
 

@@ -139,6 +139,18 @@ def test_rows_stop_behind_an_improbable_token_and_at_nan():
     assert torch.equal(draft.tree_mask, DraftTree.chain(2).to_packed_mask()[None])
 
 
+def test_logits_of_some_tokens_give_the_ids_of_all():
+    chains = [DrawnChain(context_of(2, is_greedy=True), ChainLayout(3), torch.arange(2), 3) for _ in range(2)]
+    few, token_map = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 0.0]]), torch.tensor([6, 2, 4])
+    everything = torch.full((2, 7), -torch.inf)
+    everything[:, token_map] = few
+    chains[0].extend(few, 0.75, token_map=token_map)
+    chains[1].extend(everything, 0.75)
+    assert chains[0].last.tolist() == chains[1].last.tolist() == [2, 6]
+    assert chains[0].drafting.tolist() == chains[1].drafting.tolist() == [True, True]
+    assert chains[0].draft().ids.tolist() == [[0, 2], [1, 6]]
+
+
 def test_chains_cross_a_word_of_the_mask():
     layout = ChainLayout(70)
     for num_nodes in (1, 63, 64, 65, 70):

@@ -105,6 +105,24 @@ def test_plans_run_the_layers_between_in_one_call(name, tokens):  # noqa: F811
     assert torch.equal(single.prefill(tokens[None, :6], torch.tensor([6], dtype=torch.int32)).tapped, tapped)
 
 
+@pytest.mark.parametrize(("parents", "calls"), [([-1, 0, 1, 2, 2], 1), ([-1, 0, 0, 1, 1], 0)], ids=["chain", "tree"])
+def test_nodes_behind_a_chain_of_this_step_are_one_call(parents, calls, tokens):  # noqa: F811
+    """Drafts that grow node by node; where later nodes do not see all earlier ones, layers run by themselves."""
+    model, plan = prepare(bf16_model(num_hidden_layers=5)), LayerPlan(stop=3)
+    target, _ = prefilled(model, tokens[None, :6])
+    ids = tokens[None, 6:]
+    whole = target.run_layers(ids, *tree(parents), plan).hidden
+    before = cached(target, model)
+    target.run_layers(ids[:, :3] + 1, *tree(parents[:3]), plan)
+    first = target.run_layers(ids[:, :3], *tree(parents[:3]), plan).hidden
+    mask, depths = tree(parents)
+    with OpCounter() as counter:
+        later = target.run_layers(ids[:, 3:], mask, depths[:, 3:], plan, first_node=3).hidden
+    assert counter.calls["decoder_layers_"] == calls
+    assert torch.equal(torch.cat([first, later], dim=1), whole)
+    assert all(torch.equal(x, y) for x, y in zip(before, cached(target, model), strict=True))
+
+
 def test_a_prompt_is_one_call_a_chunk(tokens, monkeypatch):  # noqa: F811
     """The first chunk of a target's life, too."""
     monkeypatch.setattr(_chunks, "PREFILL_CHUNK", 4)

@@ -15,6 +15,7 @@ from tests.hf.tiny import VOCAB, tiny_model
 from .half_precision import equal_bits
 
 PARENTS = [-1, 0, 0, 1, 1, 2]
+TREES = {"tree": PARENTS, "chain": [-1, 0, 1, 2, 3, 4]}
 LENGTHS = torch.tensor([5, 1, 11], dtype=torch.int32)  # some below a window of 6, some past it
 EXIT = LayerPlan(stop=2)
 
@@ -35,11 +36,11 @@ def nodes():
     return torch.randint(3, VOCAB, (len(LENGTHS), len(PARENTS)), generator=torch.Generator().manual_seed(7))
 
 
-def in_parts(target, ids, parts, plan, **options):
+def in_parts(target, ids, parts, plan, parents=PARENTS, **options):
     """Run the nodes of the tree in several forwards."""
     outputs, first = [], 0
     for count in parts:
-        mask, depths = tree(PARENTS[: first + count])
+        mask, depths = tree(parents[: first + count])
         part = slice(first, first + count)
         outputs.append(target.run_layers(ids[:, part], mask, depths[:, part], plan, first_node=first, **options))
         first += count
@@ -65,30 +66,32 @@ def poison_node_rows(target):
         buffer[WHERE] = torch.nan
 
 
+@pytest.mark.parametrize("parents", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
-def test_shallow_layers_node_by_node_and_deep_layers_at_once_are_a_forward(model_type):
+def test_shallow_layers_node_by_node_and_deep_layers_at_once_are_a_forward(model_type, parents):
     target, ids = started(tiny_model(model_type)), nodes()
-    whole = target.forward(ids, *tree(PARENTS))
+    whole = target.forward(ids, *tree(parents))
     rows = node_rows(target)
     poison_node_rows(target)
-    outputs = in_parts(target, ids, [1, 2, 3], EXIT)
+    outputs = in_parts(target, ids, [1, 2, 3], EXIT, parents)
     assert all(output.logits.shape == (3, 0, VOCAB) for output in outputs)
     hidden = torch.cat([output.hidden for output in outputs], dim=1)
-    deep = target.run_layers(ids, *tree(PARENTS), LayerPlan(start=2), hidden=hidden)
+    deep = target.run_layers(ids, *tree(parents), LayerPlan(start=2), hidden=hidden)
     for actual, expected in zip((*deep[:2], *node_rows(target)), (*whole[:2], *rows), strict=True):
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-4)
 
 
 @equal_bits
+@pytest.mark.parametrize("parents", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_in_bf16_parts_have_the_bits_of_the_whole(batch):
+def test_in_bf16_parts_have_the_bits_of_the_whole(batch, parents):
     """Node by node up to the exit, also a lone one, then all at once."""
     target, ids = HFTarget(tiny_model().bfloat16(), batch, 24), nodes()[:batch]
     prompt = torch.randint(3, VOCAB, (batch, 9))
     target.prefill(prompt, torch.full((batch,), 9, dtype=torch.int32))
-    whole = target.forward(ids, *tree(PARENTS))
-    hidden = torch.cat([output.hidden for output in in_parts(target, ids, [1] * 6, EXIT)], dim=1)
-    deep = target.run_layers(ids, *tree(PARENTS), LayerPlan(start=2), hidden=hidden)
+    whole = target.forward(ids, *tree(parents))
+    hidden = torch.cat([output.hidden for output in in_parts(target, ids, [1] * 6, EXIT, parents)], dim=1)
+    deep = target.run_layers(ids, *tree(parents), LayerPlan(start=2), hidden=hidden)
     assert torch.equal(deep.logits, whole.logits)
     assert torch.equal(deep.hidden, whole.hidden)
 

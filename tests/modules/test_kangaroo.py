@@ -8,6 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from specdec_kernels.modules import KangarooAdapter
 from specdec_kernels.modules.kangaroo import Rope
+from specdec_kernels.ops.tree_attention import tree_attention
+from specdec_kernels.tree import mask_from_parents
 
 HIDDEN, HEADS, KV_HEADS, DIM = 32, 4, 2, 8
 ROPE = Rope(1e4 ** (-torch.arange(0, DIM, 2) / DIM))
@@ -59,6 +61,32 @@ def test_positions_turn_a_part_of_the_head():
     torch.testing.assert_close(keys[0, 4, :, 1], first * angle.cos() - second * angle.sin())
     plain = adapter(rope=Rope(torch.tensor([0.5, 0.1]))).attention_inputs(hidden, torch.zeros(1, 5))[1]
     torch.testing.assert_close(at_zero[..., :4], 2 * plain[..., :4])
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rope", [ROPE, Rope(torch.tensor([0.5, 0.1]), scale=2.0)], ids=["whole", "partial"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nodes_behind_their_prefixes_give_what_whole_sequences_give(kind, rope, cache_dtype):
+    """Prompts of two lengths, then the rest of each text at once: keys, values and states are those of `forward`.
+
+    A narrower cache holds the same keys and values rounded; what they then give is another thing.
+    """
+    own, hidden, lengths = adapter(kind, rope), torch.randn(2, 9, HIDDEN), [6, 4]
+    keys, values = (torch.full((2, 12, KV_HEADS, DIM), torch.nan, dtype=cache_dtype) for _ in range(2))
+    prefix_len = torch.tensor(lengths, dtype=torch.int32)
+    own.cache_nodes(hidden[:, :6], torch.arange(6)[None], keys, values, torch.zeros_like(prefix_len))
+    nodes = torch.stack([row[n : n + 3] for row, n in zip(hidden, lengths, strict=True)])
+    queries = own.cache_nodes(nodes, prefix_len[:, None] + torch.arange(3), keys, values, prefix_len)
+    chain = mask_from_parents(torch.tensor([[-1, 0, 1]]))
+    wide_keys, wide_values = keys.float().nan_to_num(0), values.float().nan_to_num(0)
+    attended, _ = tree_attention(queries, wide_keys, wide_values, chain, prefix_len)
+    states, whole = own.states(nodes, attended), own(hidden)
+    _, *expected = own.attention_inputs(hidden, torch.arange(9)[None])
+    for row, n in enumerate(lengths):
+        if cache_dtype == torch.float32:
+            torch.testing.assert_close(states[row], whole[row, n : n + 3], atol=1e-5, rtol=1e-4)
+        for cache, rows in zip((wide_keys, wide_values), expected, strict=True):
+            torch.testing.assert_close(cache[row, : n + 3], rows[row, : n + 3].to(cache_dtype).float())
 
 
 def test_rows_see_only_what_came_before():

@@ -5,7 +5,7 @@ import torch
 
 from specdec_kernels import DraftTree
 from specdec_kernels.testing import random_parents
-from specdec_kernels.tree import depths_from_mask, mask_from_parents, pack_mask, unpack_mask
+from specdec_kernels.tree import depths_from_mask, mask_behind, mask_from_parents, pack_mask, unpack_mask
 
 # Word edges: bits 30…32 and 62…64 differ in how they shift; 1024 is the largest supported block.
 SIZES = [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1024]
@@ -69,6 +69,30 @@ def test_each_row_of_a_batch_is_a_tree_of_its_own(num_nodes):
     assert torch.equal(mask_from_parents(strided), expected)
     assert torch.equal(mask_from_parents(parents.t().contiguous().t()), expected)
     assert mask_from_parents(parents[:0]).shape == (0, *expected.shape[1:])
+
+
+@pytest.mark.parametrize("num_nodes", [1, 6, 63])
+def test_nodes_behind_a_chain_have_a_mask_of_their_own(num_nodes):
+    found = 0
+    for seed, shape in enumerate([*SHAPES, "random"]):
+        packed = tree_of(shape, num_nodes, seed).to_packed_mask()
+        dense = unpack_mask(packed, num_nodes)
+        for first in range(num_nodes):
+            behind = mask_behind(packed, first)
+            if dense[first:, :first].all():
+                found += 1
+                assert torch.equal(behind, pack_mask(dense[first:, first:]))
+            else:
+                assert behind is None
+    assert found > num_nodes
+    two = torch.stack([DraftTree.chain(2).to_packed_mask(), mask_from_parents(torch.tensor([-1, 0, 0]))])
+    assert mask_behind(two, 1).tolist() == [[[1], [3]], [[1], [2]]]
+    assert mask_behind(two, 2) is None, "one row of the batch forks"
+
+
+def test_what_lies_behind_a_chain_is_not_always_known():
+    assert mask_behind(DraftTree.chain(63).to_packed_mask(), 1) is None, "bit 63 is the sign"
+    assert mask_behind(torch.empty(2, 6, 1, dtype=torch.int64, device="meta"), 1) is None
 
 
 def test_padding_nodes_see_themselves_only():

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..._validate import check_range
 from ...modules.kangaroo import KangarooAdapter, rope_of
+from ...ops.linear import linear
 from ...ops.tree_attention import tree_attention
 from ...tree import DraftTree
-from ...tree.mask import num_words
+from ...tree.mask import mask_behind, num_words
 from ...types import Verification
 from ..drafting import ChainLayout, DraftContext, DrawnChain
 from ..exits import ExitRule
@@ -94,13 +95,11 @@ class KangarooDrafter:
         device = prompt_ids.device
         self.exits = self.exit_rule.begin(len(prompt_ids), device)
         self._layout = ChainLayout(self.max_nodes, device)
-        self._batch_index = torch.arange(len(prompt_ids), device=device)[:, None]
         self._keys, self._values = self._target.reserve(self.adapter.num_kv_heads, self.adapter.head_dim)
         if output.tapped is None:
             raise RuntimeError("KangarooDrafter.begin: the prefill did not say what the exit layer gave")
-        length = output.tapped.shape[1]
-        _, keys, values = self.adapter.attention_inputs(output.tapped, torch.arange(length, device=device)[None])
-        self._keys[:, :length], self._values[:, :length] = keys, values
+        positions = torch.arange(output.tapped.shape[1], device=device)[None]
+        self.adapter.cache_nodes(output.tapped, positions, self._keys, self._values, torch.zeros_like(prompt_len))
 
     @torch.no_grad()
     def propose(self, pending: Tensor) -> Draft:
@@ -130,11 +129,9 @@ class KangarooDrafter:
             What the exit layer gave, ``(B, n, C)``, and the adapter's queries ``(B, n, Hq, D)``.
         """
         hidden = self._target.run_layers(ids, tree_mask, depths, self._shallow, first_node=first_node).hidden
-        start = self._target.prefix_len[:, None].long()
-        queries, keys, values = self.adapter.attention_inputs(hidden, start + depths)
-        rows = start + first_node + torch.arange(ids.shape[1], device=ids.device)
-        self._keys[self._batch_index, rows] = keys.to(self._keys.dtype)
-        self._values[self._batch_index, rows] = values.to(self._values.dtype)
+        prefix_len = self._target.prefix_len
+        caches = self._keys, self._values
+        queries = self.adapter.cache_nodes(hidden, prefix_len[:, None] + depths, *caches, prefix_len + first_node)
         return hidden, queries
 
     def observe(self, draft: Draft, output: TargetOutput, verification: Verification, active: Tensor) -> None:
@@ -155,7 +152,10 @@ class KangarooDrafter:
             if not chain.wants_more():
                 break
             logits = self._logits(hidden, queries, mask, last)[:, 0]
-            chain.extend(self._over_all(logits), self.exits.threshold)
+            if self._context.is_greedy and not self._context.processes:
+                chain.extend(logits, self.exits.threshold, token_map=self.adapter.vocab_map)
+            else:
+                chain.extend(self._over_all(logits), self.exits.threshold)
         return chain.draft()._replace(num_layers_run=self.adapter.exit_layer, hidden=torch.cat(states, dim=1))
 
     def _tree(self, pending: Tensor, levels: "_Levels") -> Draft:
@@ -185,10 +185,15 @@ class KangarooDrafter:
 
     def _logits(self, hidden: Tensor, queries: Tensor, mask: Tensor, first_node: int) -> Tensor:
         """Return ``(B, n, V')``, what the adapter predicts after the nodes from ``first_node`` on."""
-        # The op attends from all nodes; what the earlier ones ask does not matter.
-        queries = F.pad(queries, (0, 0, 0, 0, first_node, 0))
-        attended, _ = tree_attention(queries, self._keys, self._values, mask, self._target.prefix_len)
-        return F.linear(self.adapter.finish(hidden, attended[:, first_node:]), self._weight).float()
+        prefix_len, num_nodes = self._target.prefix_len, hidden.shape[1]
+        behind = mask_behind(mask, first_node) if first_node else mask
+        if behind is None:
+            # The op attends from all nodes; what the earlier ones ask does not matter.
+            queries = F.pad(queries, (0, 0, 0, 0, first_node, 0))
+        else:
+            mask, prefix_len = behind, prefix_len + first_node
+        attended, _ = tree_attention(queries, self._keys, self._values, mask, prefix_len)
+        return linear(self.adapter.states(hidden, attended[:, -num_nodes:]), [self._weight]).float()
 
     def _over_all(self, logits: Tensor) -> Tensor:
         """Return ``(…, V)``: minus infinity for tokens that are never drafted."""
