@@ -1,4 +1,4 @@
-"""``budget="auto"``: the calibration of this machine that lies beside a drafter's heads."""
+"""``budget="auto"``: the calibration of this machine that lies beside a drafter's heads, adapter or skip sets."""
 
 import warnings
 from pathlib import Path
@@ -40,7 +40,7 @@ def budget_of(budget: Budget | str | None, model: PreTrainedModel, drafter: Draf
         raise ValueError(f"speculative_generate: budget must be 'auto', a Budget or None, got {budget!r}")
     parts = drafter.drafters if isinstance(drafter, MergedDrafter) else (drafter,)
     folders = [folder for part in parts if (folder := getattr(part, "folder", None)) is not None]
-    name = "+".join(_NAMES.get(type(part), type(part).__name__) for part in parts)
+    name = "+".join(map(_name, parts))
     try:
         return _calibrated(folders, model, name)
     except (OSError, ValueError) as error:
@@ -48,8 +48,13 @@ def budget_of(budget: Budget | str | None, model: PreTrainedModel, drafter: Draf
         return None
 
 
+def _name(drafter: Drafter) -> str:
+    name = _NAMES.get(type(drafter), type(drafter).__name__)
+    return f"{name}-tree" if isinstance(drafter, KangarooDrafter) and drafter.tree is not None else name
+
+
 def _calibrated(folders: list[Path], model: PreTrainedModel, name: str) -> Budget:
     if not folders:
-        raise ValueError(f"no heads of {name} were loaded from a folder that may hold a calibration")
+        raise ValueError(f"nothing of {name} was loaded from a folder that may hold a calibration")
     setting = Setting.here(model.device, model.dtype, prepared=is_prepared(model))
     return Calibration.load(folders[0], setting).budget(name)

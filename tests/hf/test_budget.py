@@ -10,6 +10,7 @@ from specdec_kernels.decoding.budget import CostTable
 from specdec_kernels.decoding.calibration import Calibration, DrafterProfile, Setting
 from specdec_kernels.decoding.drafters import (
     DraftModelDrafter,
+    KangarooDrafter,
     LayerSkipDrafter,
     MedusaDrafter,
     MergedDrafter,
@@ -24,17 +25,12 @@ from tests.decoding.test_budget import ByRows
 from .half_precision import equal_bits
 from .test_drafters import ALWAYS, DRAFTERS, REPETITIVE
 from .test_generate import BATCHES, NEW, eos_of, medusa
-from .test_kangaroo import TREE, hopping
+from .test_kangaroo import NO_EXIT, TREE, adapter_for, hopping
 from .tiny import VOCAB, record_calls, tiny_model
 
 # By the rows that go on: plain decoding with all four, larger drafts with fewer.
 SIZES = {4: 1, 3: 2, 2: 5, 1: 64}
-ALL = {
-    **DRAFTERS,
-    "medusa": medusa,
-    "kangaroo tree": lambda model: hopping(model, 1, tree=TREE, noise=0.02),
-    "layer skip": lambda model: LayerSkipDrafter([1], [0], max_drafts=4),
-}
+ALL = {**DRAFTERS, "medusa": medusa}
 
 
 @pytest.fixture(scope="module")
@@ -172,11 +168,15 @@ def test_a_draft_model_catches_up_after_plain_steps(model):
 def folder_with(model, path, *, drafters=("medusa", "medusa+ngram"), prepared=False):
     """Write heads and what they were measured to cost: two nodes are the fastest, a step of more takes an hour."""
     medusa(model).save_pretrained(path)
+    save_calibration(model, path, drafters, prepared)
+    return path
+
+
+def save_calibration(model, path, drafters, prepared=False):
     steps = CostTable([[1, 16, 1, 1000.0], [1, 16, 2, 1000.0], [1, 16, 3, 3.6e9]])
     profile = DrafterProfile([1.0, 1.0, 1.0], [0, 0, 0, 1], CostTable([[1, 16, 1, 1.0]]), 1)
     setting = Setting.here(model.device, model.dtype, prepared=prepared)
     Calibration(setting, steps, dict.fromkeys(drafters, profile)).save(path)
-    return path
 
 
 @pytest.mark.parametrize("merges", [False, True], ids=["medusa", "medusa+ngram"])
@@ -184,17 +184,33 @@ def test_auto_is_the_calibration_beside_the_heads(model, merges, tmp_path):
     drafter = MedusaDrafter.from_pretrained(folder_with(model, tmp_path), model)
     whole = drafter.max_nodes
     drafter = MergedDrafter(drafter, NGramDrafter()) if merges else drafter
-    sizes = []
-    stats = DecodeStats()
-    options = {"max_new_tokens": NEW, "do_sample": False, "stats": stats}
-    original = drafter.propose
-    drafter.propose = lambda pending: sizes.append((draft := original(pending)).ids.shape[1]) or draft
+    assert whole > 2
+    assert widest_draft(model, drafter) == 2
+
+
+def widest_draft(model, drafter):
+    """Generate with the budget that is found by itself, and return the nodes of the widest draft."""
+    sizes, propose = [], drafter.propose
+    drafter.propose = lambda pending: sizes.append((draft := propose(pending)).ids.shape[1]) or draft
+    options = {"max_new_tokens": NEW, "do_sample": False}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours = generate(model, **BATCHES["B1"], drafter=drafter, budget="auto", **options)
-    assert torch.equal(ours, model.generate(**BATCHES["B1"], max_new_tokens=NEW, do_sample=False))
-    assert whole > 2
-    assert max(sizes) == 2
+    assert torch.equal(ours, model.generate(**BATCHES["B1"], **options))
+    return max(sizes)
+
+
+@pytest.mark.parametrize("name", ["kangaroo", "kangaroo-tree", "kangaroo-tree+ngram", "layer-skip"])
+def test_auto_is_the_calibration_beside_an_adapter_or_skip_sets(model, name, tmp_path):
+    if name == "layer-skip":
+        LayerSkipDrafter([1], [1]).save_pretrained(tmp_path)
+        drafter = LayerSkipDrafter.from_pretrained(tmp_path, exit_rule=NO_EXIT)
+    else:
+        adapter_for(model, 1).save_pretrained(tmp_path)
+        tree = TREE if "tree" in name else None
+        drafter = KangarooDrafter.from_pretrained(tmp_path, model, tree=tree, exit_rule=NO_EXIT)
+    save_calibration(model, tmp_path, [name])
+    assert widest_draft(model, MergedDrafter(drafter, NGramDrafter()) if "+" in name else drafter) == 2
 
 
 @pytest.mark.parametrize(
@@ -215,7 +231,7 @@ def test_auto_leaves_drafts_whole_where_nothing_was_measured(model, options, rea
 
 
 def test_auto_needs_heads_from_a_folder(model):
-    with pytest.warns(UserWarning, match="no heads of ngram were loaded"):
+    with pytest.warns(UserWarning, match="nothing of ngram was loaded"):
         generate(model, **BATCHES["B1"], drafter=NGramDrafter(), budget="auto", max_new_tokens=3, do_sample=False)
     with pytest.raises(ValueError, match="budget must be 'auto'"):
         generate(model, **BATCHES["B1"], drafter=NGramDrafter(), budget="best", max_new_tokens=3, do_sample=False)

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from specdec_kernels.decoding import DecodeStats, DynamicTree
-from specdec_kernels.decoding.drafters import DraftModelDrafter, MedusaDrafter, MergedDrafter, NGramDrafter
+from specdec_kernels.decoding.drafters import (
+    DraftModelDrafter,
+    LayerSkipDrafter,
+    MedusaDrafter,
+    MergedDrafter,
+    NGramDrafter,
+)
 from specdec_kernels.decoding.exits import ExitRule
 from specdec_kernels.hf.generate import generate, speculative_generate
 from specdec_kernels.hf.target import HFTarget
@@ -17,7 +23,7 @@ from tests.decoding.test_loop_law import LIMIT
 from .half_precision import equal_bits
 from .self_drafting import LAW_VOCAB, excess, law_model
 from .test_generate import BATCHES, NEW, PROMPTS, eos_of, inputs_of, medusa
-from .test_kangaroo import TREE, hopping
+from .test_kangaroo import TREE, drafts_of, hopping
 from .tiny import VOCAB, tiny_model
 
 ALWAYS = ExitRule(threshold=0.0, target_rate=None)
@@ -47,6 +53,14 @@ def draft_model(model, **options):
 def kangaroo(model, tree=None):
     drafter = hopping(model, 1, tree=tree, noise=0.02, exit_rule=ExitRule(threshold=0.3))
     drafter.adapter.to(model.dtype)
+    return drafter
+
+
+def layer_skip(model):
+    return LayerSkipDrafter([1], [0], max_drafts=4, exit_rule=ExitRule(threshold=0.2))
+
+
+def with_ngrams(drafter):
     return MergedDrafter(drafter, NGramDrafter(max_ngram=1, num_branches=2, max_drafts=4))
 
 
@@ -63,8 +77,12 @@ DRAFTERS = {
         medusa(model, tree=DynamicTree(9, 4, 0.02)), NGramDrafter(num_branches=2), max_nodes=20
     ),
     "draft model + ngram": lambda model: MergedDrafter(draft_model(model), NGramDrafter()),
-    "kangaroo + ngram": kangaroo,
-    "kangaroo tree + ngram": lambda model: kangaroo(model, TREE),
+    "kangaroo": kangaroo,
+    "kangaroo tree": partial(kangaroo, tree=TREE),
+    "layer skip": layer_skip,
+    "kangaroo + ngram": lambda model: with_ngrams(kangaroo(model)),
+    "kangaroo tree + ngram": lambda model: with_ngrams(kangaroo(model, TREE)),
+    "layer skip + ngram": lambda model: with_ngrams(layer_skip(model)),
 }
 # Prompts that repeat themselves, so that something is found.
 REPETITIVE = inputs_of([[5, 9, 40, 5, 9], [8, 8], [30, 31, 32, 30, 31, 40, 30, 31], [60, 2, 61]])
@@ -159,7 +177,9 @@ def test_padded_vocabulary_of_a_draft_model(model):
 
 
 @pytest.mark.parametrize(
-    "tree", [DraftTree.from_choices([[0], [1], [0, 0]]), DynamicTree(6, 3)], ids=["fixed", "dynamic"]
+    "tree",
+    [DraftTree.from_choices([[0], [1], [0, 0]]), DynamicTree(6, 3), DynamicTree(6, 3, 0.1)],
+    ids=["fixed", "dynamic", "likely nodes"],
 )
 def test_sampled_text_with_root_conditioned_heads_has_the_targets_law(tree):
     """The joint law of the first three tokens against its enumeration; trees depend on what was emitted before."""
@@ -168,4 +188,7 @@ def test_sampled_text_with_root_conditioned_heads_has_the_targets_law(tree):
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     drafter = MedusaDrafter(heads, tree, embedding_weight=model.get_input_embeddings().weight)
+    drafts = drafts_of(drafter)
     assert excess(model, drafter, 0.8) < LIMIT
+    if getattr(tree, "min_prob", 0):
+        assert len(set(drafts[0].num_nodes.tolist())) > 1, "rows of one step differ"

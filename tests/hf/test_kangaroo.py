@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec_kernels.decoding import ExitRule
-from specdec_kernels.decoding.drafters import KangarooDrafter, PlainDrafter
+from specdec_kernels.decoding.drafters import KangarooDrafter
 from specdec_kernels.hf import HFTarget
 from specdec_kernels.modules.kangaroo import KangarooAdapter, Rope, rope_of
 from specdec_kernels.tree import DraftTree
@@ -284,12 +284,3 @@ def test_rope_of_a_model_with_two_kinds_is_that_of_full_attention():
     assert rope.inv_freq.shape == (12,)
     with pytest.raises(NotImplementedError, match="Linear keeps no rotary frequencies"):
         rope_of(type("Linear", (), {"base_model": None})())
-
-
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("lengths", [[9], LENGTHS], ids=["B1", "B4"])
-def test_in_bf16_the_text_is_that_of_plain_decoding(lengths, tree):
-    model = llama().bfloat16()
-    expected, _ = generated(model, PlainDrafter(), lengths, max_new_tokens=40)
-    drafter = hopping(model, 2, tree=tree)
-    assert torch.equal(generated(model, drafter, lengths, max_new_tokens=40)[0], expected)

@@ -68,6 +68,8 @@ class KangarooDrafter:
         self._shallow = LayerPlan(stop=adapter.exit_layer)
         self._levels = None if tree is None else _Levels(tree, len(self._weight), lm_head_weight.device)
         self._context: DraftContext | None = None
+        # Where calibrations lie, too.
+        self.folder: Path | None = None
 
     @property
     def tree(self) -> DraftTree | None:
@@ -247,7 +249,9 @@ class KangarooDrafter:
         ).requires_grad_(False)
         if tree is None and (Path(path) / TREE_FILE).exists():
             tree = DraftTree.load(Path(path) / TREE_FILE)
-        return cls(adapter, weight, max_drafts=max_drafts, tree=tree, exit_rule=exit_rule)
+        drafter = cls(adapter, weight, max_drafts=max_drafts, tree=tree, exit_rule=exit_rule)
+        drafter.folder = Path(path)
+        return drafter
 
 
 class _Levels:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,6 +55,8 @@ class LayerSkipDrafter:
         self.max_drafts = max_drafts
         self.exit_rule = ExitRule() if exit_rule is None else exit_rule
         self.metadata: dict[str, Any] = {}
+        # Where calibrations lie, too.
+        self.folder: Path | None = None
         self._context: DraftContext | None = None
 
     @property
@@ -106,7 +109,7 @@ class LayerSkipDrafter:
 
         Args:
             path: the file, or the folder that holds ``layer_skip.json``.
-            exit_rule: overrides the stored threshold.
+            exit_rule: overrides the stored one.
 
         Raises:
             FileNotFoundError: no such file.
@@ -116,22 +119,28 @@ class LayerSkipDrafter:
         entry = json.loads(path.read_text())
         if not isinstance(entry, dict) or not {"skipped_attention", "skipped_mlp"} <= entry.keys():
             raise ValueError(f"LayerSkipDrafter: {path} must hold skipped_attention and skipped_mlp")
-        names = ("skipped_attention", "skipped_mlp", "max_drafts", "threshold")
-        rule = exit_rule or ExitRule(threshold=entry.get("threshold", ExitRule.threshold))
+        rule_names = [field.name for field in fields(ExitRule)]
+        names = ("skipped_attention", "skipped_mlp", "max_drafts", *rule_names)
+        rule = exit_rule or ExitRule(**{name: entry[name] for name in rule_names if name in entry})
         drafter = cls(
             entry["skipped_attention"], entry["skipped_mlp"], max_drafts=entry.get("max_drafts", 8), exit_rule=rule
         )
         drafter.metadata = {name: value for name, value in entry.items() if name not in names}
+        drafter.folder = path.parent
         return drafter
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``layer_skip.json`` into a folder: the skip sets, the longest chain, the threshold, the metadata."""
+        """Write ``layer_skip.json`` into a folder: the skip sets, the longest chain, the exit rule, the metadata.
+
+        Of the rule, the threshold and whatever is not as by default.
+        """
         Path(folder).mkdir(parents=True, exist_ok=True)
         entry = {
             "skipped_attention": sorted(self.plan.skipped_attention),
             "skipped_mlp": sorted(self.plan.skipped_mlp),
             "max_drafts": self.max_drafts,
             "threshold": self.exit_rule.threshold,
+            **{name: value for name, value in vars(self.exit_rule).items() if value != getattr(ExitRule, name)},
             **self.metadata,
         }
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in entry.items())
