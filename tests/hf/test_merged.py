@@ -72,6 +72,28 @@ def test_an_exit_counts_the_drafters_own_drafts(name, is_first, monkeypatch):
     assert all(drafted == accepted for drafted, accepted in seen)
 
 
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
+def test_what_kangaroo_has_cached_stays_when_another_one_runs_layers(tree, nested):
+    """The other's rows of the cache are the same ones; Kangaroo's go into the verification."""
+    model = llama()
+    options = {"max_new_tokens": 40}
+    expected, _ = generated(model, **options)
+    kangaroo, skipping = hopping(model, 2, tree=tree, max_drafts=2), LayerSkipDrafter([1], [2], exit_rule=NO_EXIT)
+    drafter = MergedDrafter(with_ngrams(kangaroo), skipping) if nested else MergedDrafter(kangaroo, skipping)
+    actual, stats = generated(model, drafter, **options)
+    assert torch.equal(actual, expected)
+    assert stats.mean_accepted > 0.5
+
+
+def test_kangaroo_must_be_the_first_one():
+    """The rows of its adapter are moved by the numbers of the nodes, which only the first one's keep."""
+    kangaroo = hopping(llama(), 2)
+    for other in (kangaroo, with_ngrams(kangaroo)):
+        with pytest.raises(ValueError, match=f"{type(other).__name__} runs layers for the verification; it must be"):
+            MergedDrafter(ngrams(), other)
+
+
 ADAPTIVE = ExitRule(threshold=0.15, step=0.3, threshold_decay=0.5)
 PARTLY_RIGHT = {
     "kangaroo": lambda model: hopping(model, 3, exit_rule=ADAPTIVE),

@@ -1,5 +1,6 @@
 """Several drafters, one tree: what one proposes is grafted into the tree of another."""
 
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
@@ -31,12 +32,14 @@ class MergedDrafter:
     extend its paths beyond their ends.
 
     Args:
-        first: whose tree is the trunk. One that gives `Draft.hidden` also has ``run_nodes``, as `KangarooDrafter` has.
+        first: whose tree is the trunk. One that gives `Draft.hidden` also has ``run_nodes``, as `KangarooDrafter` has,
+            and must be the first.
         others: whose drafts are grafted into it, in this order. They must not draw: `Draft.logits` None.
         max_nodes: of the merged tree, root included; at least the first drafter's. All nodes of all drafters when None.
 
     Raises:
-        ValueError: no ``others``, ``max_nodes`` out of range, or at `propose`: another drafter draws its tokens.
+        ValueError: no ``others``, one of them has ``run_nodes``, ``max_nodes`` out of range, or at `propose`: another
+            drafter draws its tokens.
 
     Example:
         >>> heads = MedusaHeads(num_heads=2, num_layers=1, hidden_size=8, vocab_size=32)
@@ -45,9 +48,18 @@ class MergedDrafter:
         10
     """
 
+    # As the first drafter's, if that has it.
+    run_nodes: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
     def __init__(self, first: Drafter, *others: Drafter, max_nodes: int | None = None):
         if not others:
             raise ValueError("MergedDrafter: there must be at least two drafters, got one")
+        for drafter in others:
+            if hasattr(drafter, "run_nodes"):
+                name = type(drafter).__name__
+                raise ValueError(f"MergedDrafter: {name} runs layers for the verification; it must be the first one")
+        if hasattr(first, "run_nodes"):
+            self.run_nodes = first.run_nodes
         everything = first.max_nodes + sum(drafter.max_nodes - 1 for drafter in others)
         if max_nodes is not None:
             check_range("MergedDrafter", "max_nodes", max_nodes, first.max_nodes, 1024)
@@ -79,18 +91,21 @@ class MergedDrafter:
             return draft_of(self.trees(pending), pending.device)
         first, *others = self.drafters
         limit = self._limit
+        branches: Iterable[Draft] = (drafter.propose(pending) for drafter in others)
+        if hasattr(self, "run_nodes"):
+            # The rows that the first one caches in this step are to stay: others that run the target write there, too.
+            branches = list(branches)
         # Whether it stays a chain depends on what was drawn: a rule chosen by that would not be exact.
         trunk = merged = first_nodes(first.propose(pending), limit)._replace(is_chain=False)
-        for drafter in () if _is_full(trunk, limit) else others:
-            merged = graft(merged, drafter.propose(pending), limit)
+        for branch in () if _is_full(trunk, limit) else branches:
+            merged = graft(merged, branch, limit)
         if trunk.hidden is None or merged is trunk:
             return merged
         # Layers that the first drafter has run for its nodes are run for the others, too.
         start = trunk.ids.shape[1] if trunk.num_nodes is None else int(trunk.num_nodes.min())
         hidden, new_ids = trunk.hidden[:, :start], merged.ids[:, start:]
         if new_ids.shape[1]:
-            run_nodes = first.run_nodes  # type: ignore[attr-defined]
-            new, *_ = run_nodes(new_ids, merged.tree_mask, merged.depths[:, start:], start)
+            new, _ = self.run_nodes(new_ids, merged.tree_mask, merged.depths[:, start:], start)
             hidden = torch.cat([hidden, new], dim=1)
         return merged._replace(hidden=hidden)
 
