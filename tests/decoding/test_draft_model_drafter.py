@@ -114,11 +114,12 @@ def test_rows_draft_as_far_as_they_are_sure():
     assert len(set(drafter.exits.threshold.tolist())) == 3, "every row learns from its own acceptance"
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_drafts_leave_the_law_alone(table, temperature):  # noqa: F811
+@pytest.mark.parametrize(("temperature", "block"), [(1.0, False), (0.6, False), (1.0, True)])
+def test_drafts_leave_the_law_alone(table, temperature, block):  # noqa: F811
+    """Rows stop where they drew something improbable, in a block, too."""
     other = torch.randn(table.shape, generator=torch.Generator().manual_seed(6))
     drafter = DraftModelDrafter(partial(TableTarget, other), max_drafts=3, exit_rule=ExitRule(threshold=0.2))
-    counts = sample(table, lambda seeds: drafter, RejectionAcceptance(), temperature)
+    counts = sample(table, lambda seeds: drafter, RejectionAcceptance(block=block), temperature)
     assert chi_square_excess(counts, law_of(table, temperature)) < LIMIT
 
 

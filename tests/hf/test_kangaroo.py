@@ -1,7 +1,10 @@
 """Kangaroo: the text and the law of the target, nothing computed twice, one cache, early exits, chains and trees."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specdec_kernels.decoding import ExitRule
 from specdec_kernels.decoding.drafters import KangarooDrafter
@@ -261,10 +264,41 @@ def test_misuse_is_refused():
         generated(model, hopping(model, 4))
 
 
+def test_filters_reach_the_rows_of_a_reduced_vocabulary():
+    model, vocab_map = llama(), torch.arange(3, VOCAB, 2)
+    suppressed = vocab_map[::2].tolist()
+    for tree in (None, TREE):
+        drafter = hopping(model, 3, tree=tree, vocab_map=vocab_map)
+        drafts = drafts_of(drafter)
+        expected, _ = generated(model, suppress_tokens=suppressed)
+        assert torch.equal(generated(model, drafter, suppress_tokens=suppressed)[0], expected)
+        drafted = {token for draft in drafts for token in draft.ids[0, 1:].tolist()}
+        assert len(drafted) > 3
+        assert drafted <= set(vocab_map.tolist()) - set(suppressed)
+
+
+def test_a_public_folder_needs_the_exit_layer(tmp_path):
+    """It says nothing of layers and rotary positions; its weights are a pickle."""
+    model = tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    adapter = adapter_for(model, 2, "attention")
+    adapter.save_pretrained(tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    heads = {"hidden_size": 64, "num_attention_heads": adapter.num_heads, "vocab_size": VOCAB, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**heads, "intermediate_size": 999, "rms_norm_eps": adapter.eps}))
+    with pytest.raises(ValueError, match="names no exit_layer"):
+        KangarooDrafter.from_pretrained(tmp_path, model)
+    loaded = KangarooDrafter.from_pretrained(tmp_path, model, exit_layer=2, exit_rule=NO_EXIT)
+    expected, plain_stats = generated(model, KangarooDrafter(adapter, loaded._weight, exit_rule=NO_EXIT))
+    actual, stats = generated(model, loaded)
+    assert torch.equal(actual, expected)
+    assert stats.accepted_histogram == plain_stats.accepted_histogram
+
+
 def test_loads_a_folder_with_the_models_rope_and_a_tree(tmp_path):
     model = tiny_model(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 777.0})
     adapter = adapter_for(model, 2, "attention")
-    adapter.save_pretrained(tmp_path)
+    KangarooDrafter(adapter, model.get_output_embeddings().weight).save_pretrained(tmp_path)
     loaded = KangarooDrafter.from_pretrained(tmp_path, model)
     assert torch.equal(loaded.adapter.inv_freq, model.model.rotary_emb.inv_freq)
     assert not torch.allclose(loaded.adapter.inv_freq, 1e4 ** (-torch.arange(0, 16, 2) / 16))
@@ -272,8 +306,8 @@ def test_loads_a_folder_with_the_models_rope_and_a_tree(tmp_path):
     assert not any(parameter.requires_grad for parameter in loaded.adapter.parameters())
     expected, _ = generated(model)
     assert torch.equal(generated(model, loaded)[0], expected)
-    TREE.save(tmp_path / "tree.json")
-    assert KangarooDrafter.from_pretrained(tmp_path, model).max_nodes == TREE.num_nodes
+    hopping(model, 2, tree=TREE).save_pretrained(tmp_path)
+    assert sorted(KangarooDrafter.from_pretrained(tmp_path, model).tree.to_choices()) == sorted(TREE.to_choices())
     assert KangarooDrafter.from_pretrained(tmp_path, model, tree=DraftTree.chain(2)).max_nodes == 3
 
 

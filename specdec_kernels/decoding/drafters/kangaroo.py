@@ -68,8 +68,7 @@ class KangarooDrafter:
         self._shallow = LayerPlan(stop=adapter.exit_layer)
         self._levels = None if tree is None else _Levels(tree, len(self._weight), lm_head_weight.device)
         self._context: DraftContext | None = None
-        # Where calibrations lie, too.
-        self.folder: Path | None = None
+        self.folder: Path | None = None  # where calibrations lie, too
 
     @property
     def tree(self) -> DraftTree | None:
@@ -252,6 +251,12 @@ class KangarooDrafter:
         drafter = cls(adapter, weight, max_drafts=max_drafts, tree=tree, exit_rule=exit_rule)
         drafter.folder = Path(path)
         return drafter
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the adapter into a folder (`KangarooAdapter.save_pretrained`), and ``tree.json`` if there is a tree."""
+        self.adapter.save_pretrained(folder)
+        if self.tree is not None:
+            self.tree.save(Path(folder) / TREE_FILE)
 
 
 class _Levels:
