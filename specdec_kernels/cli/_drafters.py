@@ -1,5 +1,6 @@
 """Drafters by name, for the commands that decode."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,12 @@ def folder_of(option: str, args) -> Path:
         f"no {option} are shipped for {args.model}; make some with "
         f"`specdec-kernels {_MADE_BY[option]} --model {args.model} --out FOLDER`, then pass --{option} FOLDER"
     )
+
+
+def home_of(names: Sequence[str], args) -> Path:
+    """Return the folder of what is measured of drafters: that of the heads, unless only others have one."""
+    options = [option for name in names if (option := _folder_option(name)) is not None]
+    return folder_of("heads" if "heads" in options or not options else options[0], args)
 
 
 def _folder_option(name: str) -> str | None:

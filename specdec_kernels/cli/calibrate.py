@@ -23,7 +23,8 @@ examples:
   specdec-kernels calibrate --drafter medusa medusa+ngram --keep-steps --prompts FILE
   specdec-kernels calibrate --accuracy --heads HEADS --model MODEL --prompts FILE   # then tree optimize --heads HEADS
 
-The times go to calibration.<device>.json in the folder of the heads, beside those of other threads, dtypes, machines.
+The times go to calibration.<device>.json in the folder of the heads, the adapter or the skip sets, beside those of
+other threads, dtypes, machines.
 """
 
 
@@ -49,7 +50,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, help="JSON lines, for the drafters and --accuracy (default: those of "
                         "the demo)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive_int, default=64, help="of each prompt")
-    parser.add_argument("--out", type=Path, help="folder or file (default: the folder of the heads)")
+    parser.add_argument("--out", type=Path, help="folder or file (default: the folder of the heads; of drafters "
+                        "without heads, that of the adapter or the skip sets)")  # fmt: skip
     _drafters.add_arguments(parser)
 
 
@@ -62,7 +64,7 @@ def run(args: Namespace) -> int:
 
     for name in args.drafter:
         _drafters.check(name, args)
-    out = args.out or _drafters.folder_of("heads", args)
+    out = args.out or _drafters.home_of(() if args.accuracy else args.drafter, args)
     try:
         setting = setting_of(args)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ from specdec_kernels.cli.__main__ import main
 from specdec_kernels.cli._arguments import load_errors
 from specdec_kernels.decoding.budget import CostTable
 from specdec_kernels.decoding.calibration import Calibration, Setting, file_of
+from specdec_kernels.decoding.drafters import KangarooDrafter
+from specdec_kernels.hf._budgets import budget_of
+from specdec_kernels.hf.load import load_model
 from specdec_kernels.modules import MedusaHeads
 from specdec_kernels.training.calibrate import save_accuracies
+from specdec_kernels.training.kangaroo import AdapterOptions, fresh_adapter
 
 from ..training.tiny import VOCAB, save_tiny_model
 
@@ -49,6 +54,22 @@ def test_steps_then_drafters(folders, tmp_path, capsys):
     assert "medusa\n  rows  nodes  tokens/step" in out
     assert str(tmp_path) not in file_of(heads, setting.device).read_text()
     assert len(json.loads(file_of(heads, setting.device).read_text())["calibrations"]) == 1
+
+
+def test_an_adapter_has_its_calibration_beside_it(folders, tmp_path, capsys):
+    """For a model without heads, too; and there `budget="auto"` finds it."""
+    name, _ = folders
+    model = load_model(name, torch.float32)
+    fresh_adapter(AdapterOptions(exit_layer=1), [], model).save_pretrained(tmp_path / "adapter")
+    command = ["calibrate", "--model", name, "--adapter", str(tmp_path / "adapter"), "--drafter", "kangaroo-tree"]
+    sizes = ["--batch-sizes", "1", "--contexts", "16", "--nodes", "1", "2", "--repeats", "1", "--max-new-tokens", "4"]
+    assert main([*command, *sizes, "--dtype", "float32"]) == 0
+    drafter = KangarooDrafter.from_pretrained(tmp_path / "adapter", model, tree=DraftTree.chain(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert budget_of("auto", model, drafter) is not None
+    with pytest.raises(SystemExit, match="no heads are shipped for"):
+        main(["calibrate", "--model", name])
 
 
 def test_drafters_alone_need_steps(folders, tmp_path, capsys):
