@@ -20,6 +20,7 @@ EXTRAS = {
     "accelerate": "demo", "gguf": "demo", "optuna": "search", "safetensors": "hf", "tqdm": "train",
     "transformers": "hf",
 }  # fmt: skip
+RESUMABLE = ("search", "train")
 # The exit code of a command that ctrl-C has ended, as shells have it.
 INTERRUPTED = 130
 
@@ -39,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return importlib.import_module(f".{args.command}", __package__).run(args)
     except KeyboardInterrupt:
-        print(f"specdec-kernels {args.command}: stopped", file=sys.stderr)
+        further = "; the same command goes on from here" if args.command in RESUMABLE else ""
+        print(f"specdec-kernels {args.command}: stopped{further}", file=sys.stderr)
         return INTERRUPTED
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -51,8 +53,9 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    except OSError as error:
-        # A folder, file or model that is not there or cannot be read: the user's to mend, not a fault of ours.
+    except (OSError, NotImplementedError) as error:
+        # A folder, file or model that is not there or cannot be read, or one of a kind that is not supported: the
+        # user's to mend, not a fault of ours.
         print(f"specdec-kernels {args.command}: {str(error).strip().splitlines()[0]}", file=sys.stderr)
         return 2
 

@@ -1,6 +1,8 @@
 """Kinds of command-line arguments that several commands take; a bad one is a message, not a traceback."""
 
+import math
 from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +30,28 @@ def positive_int(text: str) -> int:
     number = int(text)
     if number < 1:
         raise ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def positive_float(text: str) -> float:
+    """Read a number above 0."""
+    return _number(text, lambda number: 0 < number < math.inf, "above 0")
+
+
+def not_negative(text: str) -> float:
+    """Read a number of at least 0."""
+    return _number(text, lambda number: 0 <= number < math.inf, "at least 0")
+
+
+def probability(text: str) -> float:
+    """Read a number in [0, 1]."""
+    return _number(text, lambda number: 0 <= number <= 1, "in [0, 1]")
+
+
+def _number(text: str, is_right: Callable[[float], bool], what: str) -> float:
+    number = float(text)
+    if not is_right(number):
+        raise ArgumentTypeError(f"must be {what}, got {text}")
     return number
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ..hf.load import PACKAGED_MODEL
 from ..tree import DraftTree
+from ._arguments import positive_int, probability
 
 # What comes with the repository; it fits the packaged model only.
 _EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -33,10 +34,11 @@ KANGAROO_THRESHOLD = 0.8
 def add_arguments(parser) -> None:
     """Declare what the drafters need."""
     parser.add_argument("--heads", type=Path, help="folder with Medusa heads (default: the shipped ones for smollm2)")
-    parser.add_argument("--draft-nodes", type=int, metavar="T", help="for medusa: trees of T nodes, chosen anew at "
-                        "each step (default: the tree.json of the heads)")  # fmt: skip
-    parser.add_argument("--min-prob", type=float, metavar="P", help="for medusa's dynamic trees and n-grams: leave out "
-                        "nodes that are less likely (default: as tree.json says, and 0.06 for n-grams)")  # fmt: skip
+    parser.add_argument("--draft-nodes", type=positive_int, metavar="T", help="for medusa: trees of T nodes, chosen "
+                        "anew at each step (default: the tree.json of the heads)")  # fmt: skip
+    parser.add_argument("--min-prob", type=probability, metavar="P", help="for medusa's dynamic trees and n-grams: "
+                        "leave out nodes that are less likely (default: as tree.json says, and 0.06 for "
+                        "n-grams)")  # fmt: skip
     parser.add_argument("--adapter", type=Path, help="for kangaroo: folder with the adapter")
     parser.add_argument("--skips", type=Path, help="for layer-skip: what `specdec-kernels search layers` wrote "
                         "(default: as the heads)")  # fmt: skip
@@ -49,11 +51,18 @@ def check(name: str, args) -> None:
         raise SystemExit("--drafter draft-model needs --draft-model MODEL")
     option = _folder_option(name)
     if option is not None and not folder_of(option, args).exists():
-        raise SystemExit(f"there are no {option} at {folder_of(option, args)}")
+        raise SystemExit(f"there {_is_no(option)} at {folder_of(option, args)}")
 
 
 def make(name: str, args, model) -> Any:
-    """Return a drafter of `NAMES` for a loaded model."""
+    """Return a drafter of `NAMES` for a loaded model; exit with a line of help when its files do not fit the model."""
+    try:
+        return _make(name, args, model)
+    except ValueError as error:
+        raise SystemExit(f"--drafter {name}: {error}") from error
+
+
+def _make(name: str, args, model) -> Any:
     from ..decoding import DynamicTree, drafters
 
     if name == "plain":
@@ -91,9 +100,9 @@ def folder_of(option: str, args) -> Path:
     if args.model == PACKAGED_MODEL and shipped.exists():
         return shipped
     if args.model == PACKAGED_MODEL and not _EXAMPLES.exists():
-        raise SystemExit(f"the shipped {option} lie in a clone of the repository (examples); pass --{option} FOLDER")
+        raise SystemExit(f"what is shipped lies in a clone of the repository (examples); pass --{option} FOLDER")
     raise SystemExit(
-        f"no {option} are shipped for {args.model}; make some with "
+        f"there {_is_no(option)} shipped for {args.model}; make {'one' if option == 'adapter' else 'some'} with "
         f"`specdec-kernels {_MADE_BY[option]} --model {args.model} --out FOLDER`, then pass --{option} FOLDER"
     )
 
@@ -102,6 +111,10 @@ def home_of(names: Sequence[str], args) -> Path:
     """Return the folder of what is measured of drafters: that of the heads, unless only others have one."""
     options = [option for name in names if (option := _folder_option(name)) is not None]
     return folder_of("heads" if "heads" in options or not options else options[0], args)
+
+
+def _is_no(option: str) -> str:
+    return "is no adapter" if option == "adapter" else f"are no {option}"
 
 
 def _folder_option(name: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .._chart import Panel, line_chart
 from ..decoding.budget import SIZES
-from ..decoding.calibration import Calibration, Setting
+from ..decoding.calibration import Calibration, Setting, file_of
 from ..decoding.dynamic_tree import DynamicTree
 from ..tree import DraftTree, draw_text, fastest_tree
 from ._arguments import setting_of
@@ -41,6 +41,10 @@ def calibrated(args: Namespace) -> Path:
         parser = ArgumentParser()
         calibrate.add_arguments(parser)
         calibrate.run(parser.parse_args(words, Namespace(argv=["calibrate", *words])))
+    else:
+        file, size = file_of(args.heads, setting.device), " --draft-nodes T" if args.dynamic else ""
+        print(f"steps and {args.drafter} as they were measured before, in {file}; anew with")
+        print(f"specdec-kernels calibrate --model {args.model} --heads {args.heads} --drafter {args.drafter}{size}\n")
     return args.heads
 
 
@@ -109,10 +113,8 @@ def fastest_dynamic(args: Namespace) -> tuple[DynamicTree, dict[str, Any]]:
 
 
 def _where(setting: Setting, args: Namespace) -> str:
-    return (
-        f"the fastest on {setting.device}, {setting.threads} threads, {setting.dtype}"
-        f"{', prepared' if setting.prepared else ''}, {args.batch_size} rows of {args.context} tokens"
-    )
+    rows = f"{args.batch_size} row{'s' if args.batch_size != 1 else ''} of {args.context} tokens"
+    return f"the fastest on {setting}, {rows}"
 
 
 def _machine(setting: Setting, args: Namespace) -> dict[str, Any]:

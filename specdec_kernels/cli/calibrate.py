@@ -2,12 +2,14 @@
 
 import shlex
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from .. import __version__
+from ..decoding.budget import CostPoint
 from ..hf.load import PACKAGED_MODEL
 from . import _drafters
 from ._arguments import add_setting_arguments, positive_int, setting_of
@@ -16,6 +18,8 @@ from ._data import RawHelp
 if TYPE_CHECKING:
     from ..decoding.calibration import Calibration
 
+# More nodes that take so much less time than fewer are no property of a machine.
+UNSTEADY = 1.5
 EPILOG = """\
 examples:
   specdec-kernels calibrate --batch-sizes 1 2 4 8 16 --contexts 256 1024
@@ -148,6 +152,19 @@ def _ids(tokenizer, chat: list[dict]) -> list[int]:
     return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
+def unsteady(points: Sequence[CostPoint]) -> list[tuple[CostPoint, CostPoint]]:
+    """Return for each batch size the worst pair of steps of which the one with more nodes took far less time."""
+    found = []
+    for batch in sorted({point.batch_size for point in points}):
+        steps = sorted((point for point in points if point.batch_size == batch), key=lambda point: point.num_nodes)
+        pairs = [(few, many) for i, few in enumerate(steps) for many in steps[i + 1 :]]
+        worst = max(pairs, key=lambda pair: pair[0].time_us / pair[1].time_us, default=None)
+        # A step of two nodes may be a little faster than one of one, by another path of a matrix product.
+        if worst is not None and worst[0].time_us > UNSTEADY * worst[1].time_us:
+            found.append(worst)
+    return found
+
+
 def print_table(calibration: "Calibration", context_len: int) -> None:
     """Print what steps take, and for each drafter the best size at every batch size that was measured."""
     points = [point for point in calibration.steps.points if point.context_len == context_len]
@@ -158,6 +175,11 @@ def print_table(calibration: "Calibration", context_len: int) -> None:
     for nodes in sorted({point.num_nodes for point in points}):
         cells = [times.get((batch, context_len, nodes)) for batch in batches]
         print(f"{nodes:>6}" + "".join(f"{'-' if us is None else format(us / 1e3, '.1f'):>9}" for us in cells))
+    for few, many in unsteady(points):
+        print(
+            f"\nnot to be trusted: {few.num_nodes} nodes took {few.time_us / 1e3:.1f} ms, {many.num_nodes} nodes only "
+            f"{many.time_us / 1e3:.1f} ms. The machine was busy; measure again when it is not"
+        )
     for name in calibration.drafters:
         budget = calibration.budget(name).budget
         print(f"\n{name}\n{'rows':>6}{'nodes':>7}{'tokens/step':>13}{'tokens/s':>10}{'x plain':>9}")

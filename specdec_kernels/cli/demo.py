@@ -8,7 +8,7 @@ import torch
 
 from ..hf.load import PACKAGED_MODEL
 from . import _drafters
-from ._arguments import add_prepare_argument, device, positive_int, prepares
+from ._arguments import add_prepare_argument, device, not_negative, positive_int, prepares
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue during the day and red in the evening.",
@@ -43,7 +43,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--drafter", choices=_drafters.NAMES, default="medusa", help="default: medusa")
     _drafters.add_arguments(parser)
     parser.add_argument("--max-new-tokens", type=positive_int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily")
+    parser.add_argument("--temperature", type=not_negative, default=0.0, help="0 decodes greedily")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling, when the temperature is above 0")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--device", type=device, default="cpu", help="cpu or cuda")

@@ -4,6 +4,7 @@ import shlex
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 
+from ._arguments import positive_float, positive_int
 from ._data import RawHelp, add_data_arguments, generation_options, places_and_data
 
 EPILOG = """\
@@ -44,8 +45,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_head_arguments(group) -> None:
-    group.add_argument("--num-heads", type=int, default=4, help="heads: tokens drafted ahead")
-    group.add_argument("--head-layers", type=int, default=1, help="residual layers of each head")
+    group.add_argument("--num-heads", type=positive_int, default=4, help="heads: tokens drafted ahead")
+    group.add_argument("--head-layers", type=positive_int, default=1, help="residual layers of each head")
     group.add_argument("--own-projection", action="store_true", help="each head owns a vocabulary projection")
     group.add_argument("--draft-vocab", type=int, default=0, help="only the most frequent tokens are drafted; 0: all")
     group.add_argument("--soft-targets", action="store_true", help="learn the model's distribution, not its token")
@@ -58,8 +59,8 @@ def _add_joint_arguments(group) -> None:
     group.add_argument(
         "--joint-epochs", type=float, default=0.0, help="passes over the texts; 0: the model stays as is"
     )
-    group.add_argument("--joint-batch-size", type=int, default=4, help="conversations of one step")
-    group.add_argument("--joint-lr", type=float, default=1e-4, help="highest learning rate of the model")
+    group.add_argument("--joint-batch-size", type=positive_int, default=4, help="conversations of one step")
+    group.add_argument("--joint-lr", type=positive_float, default=1e-4, help="highest learning rate of the model")
     group.add_argument("--joint-head-rate", type=float, default=4.0, help="the heads' learning rate is so much higher")
     group.add_argument("--joint-weight", type=float, default=0.2, help="of the heads' loss beside the model's own")
     group.add_argument("--lora-rank", type=int, default=8, help="train LoRA adapters (needs peft); 0: all weights")
@@ -68,7 +69,8 @@ def _add_joint_arguments(group) -> None:
 
 
 def _add_adapter_arguments(group) -> None:
-    group.add_argument("--exit-layer", type=int, required=True, help="layers of the model that run before the adapter")
+    group.add_argument("--exit-layer", type=positive_int, required=True, help="layers of the model that "
+                       "run before the adapter")  # fmt: skip
     group.add_argument("--kind", choices=("layer", "attention"), default="layer", help="a whole decoder layer, or the "
                        "paper's attention alone")  # fmt: skip
     group.add_argument("--draft-vocab", type=int, default=0, help="only the most frequent tokens are drafted; 0: all")
@@ -81,14 +83,15 @@ def _add_adapter_arguments(group) -> None:
 
 def _add_training_arguments(group, batch_size: int, rows: str) -> None:
     group.add_argument("--init", help="folder of an earlier result to go on from, say with a lower --lr")
-    group.add_argument("--epochs", type=float, default=4.0, help=f"passes over the training {rows}")
-    group.add_argument("--batch-size", type=int, default=batch_size, help=f"{rows} of one step")
-    group.add_argument("--lr", type=float, default=1e-3, help="highest learning rate of AdamW")
+    group.add_argument("--epochs", type=positive_float, default=4.0, help=f"passes over the training {rows}")
+    group.add_argument("--batch-size", type=positive_int, default=batch_size, help=f"{rows} of one step")
+    group.add_argument("--lr", type=positive_float, default=1e-3, help="highest learning rate of AdamW")
     group.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW; helps when there is little text")
     group.add_argument(
         "--on-the-fly", action="store_true", help="keep no hidden states on disk, run the model each time"
     )
-    group.add_argument("--save-every", type=int, default=500, help="steps between checkpoints and held-out probes")
+    group.add_argument("--save-every", type=positive_int, default=500, help="steps between checkpoints and "
+                       "held-out probes")  # fmt: skip
 
 
 def run(args: Namespace) -> int:
@@ -124,7 +127,7 @@ def _train_medusa(args: Namespace) -> str:
         **generation_options(args),
     )  # fmt: skip
     tuned = f" (the heads belong to the tuned model, {args.out}/{'lora' if args.lora_rank else 'model'})"
-    measured = shlex.join(["--model", args.model, "--dtype", args.dtype, "--device", args.device])
+    measured = shlex.join(["--model", args.model, "--dtype", args.dtype, "--device", str(args.device)])
     return f"specdec-kernels tree optimize --heads {args.out} {measured}" + (tuned if args.joint_epochs else "")
 
 

@@ -16,7 +16,7 @@ from ..tree import (
     preset_names,
     preset_source,
 )
-from ._arguments import add_setting_arguments, positive_int
+from ._arguments import add_setting_arguments, positive_int, probability
 from ._fastest import DYNAMIC_NODES, LARGEST, calibrated, fastest, fastest_dynamic
 from ._tree_tables import describe, measures, print_table
 
@@ -50,8 +50,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     accuracies.add_argument(
         "--heads", type=Path, metavar="FOLDER", help="read FOLDER/accuracy.json, write FOLDER/tree.json"
     )
-    optimize.add_argument("--nodes", type=int, help="node budget, the root included; with --calibration the largest "
-                          f"tree tried (default: {LARGEST})")  # fmt: skip
+    optimize.add_argument("--nodes", type=positive_int, help="node budget, the root included; with --calibration the "
+                          f"largest tree tried (default: {LARGEST})")  # fmt: skip
     machine = optimize.add_argument_group("the fastest tree on a machine, by what `specdec-kernels calibrate` measured")
     machine.add_argument("--calibration", type=Path, metavar="FILE|FOLDER", help="choose the size by tokens per second")
     machine.add_argument("--model", help="measure this machine with the model and the drafter, and keep it beside "
@@ -62,11 +62,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     machine.add_argument("--dynamic", action="store_true", help="size a tree that is chosen anew at each step, by how "
                          "often its nodes were accepted; up to the size that was measured (with --model: --nodes, by "
                          f"default {DYNAMIC_NODES})")  # fmt: skip
-    machine.add_argument("--min-prob", type=float, default=0.0, metavar="P", help="with --dynamic: leave out nodes "
-                         "that are less likely")  # fmt: skip
+    machine.add_argument("--min-prob", type=probability, default=0.0, metavar="P", help="with --dynamic: leave out "
+                         "nodes that are less likely")  # fmt: skip
     machine.add_argument("--svg", type=Path, metavar="OUT", help="plot tokens per step and per second by nodes")
     add_setting_arguments(machine)
-    optimize.add_argument("--max-children", type=int, help="at most this many children for each node")
+    optimize.add_argument("--max-children", type=positive_int, help="at most this many children for each node")
     optimize.add_argument("--out", type=Path, help="the JSON file to write")
 
 

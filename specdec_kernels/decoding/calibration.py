@@ -29,6 +29,10 @@ class Setting:
     dtype: str
     prepared: bool
 
+    def __str__(self) -> str:
+        threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}"
+        return f"{self.device}, {threads}, {self.dtype}, {'prepared' if self.prepared else 'not prepared'}"
+
     @classmethod
     def here(cls, device: torch.device, dtype: torch.dtype, *, prepared: bool) -> "Setting":
         """Return the setting of a model on a device of this machine, with the present number of threads."""
@@ -123,7 +127,9 @@ class Calibration:
             if entry["setting"] == vars(setting):
                 return cls._from_json(entry)
         known = "; ".join(str(Setting(**entry["setting"])) for entry in entries)
-        raise ValueError(f"Calibration: {path} has nothing for {setting}; it has {known}")
+        raise ValueError(
+            f"Calibration: {path} has nothing for {setting}; it has {known}; `specdec-kernels calibrate` adds to it"
+        )
 
     def _to_json(self) -> dict[str, Any]:
         drafters = {

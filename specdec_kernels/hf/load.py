@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -65,24 +66,40 @@ def load_model(name: str = PACKAGED_MODEL, dtype: torch.dtype = torch.bfloat16, 
 
     from ._compat import unpacked_gguf
 
-    folder, gguf_file = _resolve(name)
-    options = unpacked_gguf(gguf_file) if gguf_file else {}
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    model: torch.nn.Module = _from_pretrained(AutoModelForCausalLM, name, unpacked_gguf, dtype=dtype)
     return model.to(device).eval()
+
+
+def load_config(name: str = PACKAGED_MODEL):
+    """Load only the configuration of a model (see `load_model`), its text part where it has several."""
+    from transformers import AutoConfig
+
+    return _from_pretrained(AutoConfig, name).get_text_config()
 
 
 def load_tokenizer(name: str = PACKAGED_MODEL):
     """Load the tokenizer that belongs to ``name`` (see `load_model`)."""
     from transformers import AutoTokenizer
 
+    return _from_pretrained(AutoTokenizer, name)
+
+
+def _from_pretrained(kind, name: str, of_gguf: Callable[[str], dict] = lambda file: {"gguf_file": file}, **options):
+    """Load one of transformers' automatic classes; what cannot be loaded is named."""
     folder, gguf_file = _resolve(name)
-    return AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf_file} if gguf_file else {}))
+    try:
+        return kind.from_pretrained(folder, **options, **(of_gguf(gguf_file) if gguf_file else {}))
+    except (OSError, ValueError) as error:
+        raise OSError(f"cannot load {name}: {str(error).strip().splitlines()[0]}") from error
 
 
 def _resolve(name: str) -> tuple[str, str | None]:
     """Return the folder or hub id to load from, and the name of a GGUF file in it that must be read itself."""
     if name == PACKAGED_MODEL:
         name = packaged_model_file()
+    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1):
+        # Asked for as a hub id, it would be tried again and again before transformers says something else.
+        raise FileNotFoundError(f"there is no model at {name}")
     if not name.endswith(".gguf"):
         return name, None
     file = Path(name)

@@ -69,11 +69,11 @@ def decoder_layers_(
 
     Args:
         hidden: ``(B, T, C)`` fp16, bf16, fp32 or fp64, contiguous; what comes, and then what the last layer gave.
-        weights: of each layer nine: norm ``(C,)``, Wq ``(Hq·D, C)``, Wk, Wv ``(Hk·D, C)``, Wo ``(C, Hq·D)``, the norm
-            of the MLP ``(C,)``, Wgate, Wup ``(I, C)``, Wdown ``(C, I)``; or eleven, with norms ``(D,)`` of q's and k's
-            heads behind these.
+        weights: one flat list, of each layer nine: norm ``(C,)``, Wq ``(Hq·D, C)``, Wk, Wv ``(Hk·D, C)``, Wo
+            ``(C, Hq·D)``, the norm of the MLP ``(C,)``, Wgate, Wup ``(I, C)``, Wdown ``(C, I)``; or eleven, with norms
+            ``(D,)`` of q's and k's heads behind these.
         cos, sin: as `rotary_cache_write_` takes them; None when no layer has positions.
-        caches: K and V of each layer, ``(B, S, Hk, D)``; with slots they may have any number of rows.
+        caches: one flat list, K and V of each layer, ``(B, S, Hk, D)``; with slots they may have any number of rows.
         tree_mask, prefix_len: as `tree_attention` takes them.
         biases: of each layer those of the matrices in ``biased``, ``(N,)``.
         biased: which of q, k, v, o, gate, up, down (0 … 6) have a bias, in that order, the same in every layer. Gate

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ..hf.load import load_model, load_tokenizer
 from ..hf.prepare import prepare
+from ._differences import differences
 from .generate import BatchedWriter, Conversation, Job, Limits, Template
 from .processes import Processes
 
@@ -182,7 +183,9 @@ def check_split(conversations: Sequence[Conversation]) -> None:
     """Raise ValueError unless there are conversations to train on and held-out ones."""
     for is_wanted, name in ((False, "training"), (True, "held-out")):
         if not any(is_held_out(c) == is_wanted for c in conversations):
-            raise ValueError(f"no {name} conversations among {len(conversations)}; ask for more tokens")
+            raise ValueError(
+                f"no {name} conversations among {len(conversations)}; ask for more tokens, or give more prompts"
+            )
 
 
 def generate_conversations(
@@ -224,11 +227,10 @@ def generate_conversations(
 
 def _check_same_options(path: Path, options: GenerationOptions) -> None:
     wanted = asdict(options)
-    if path.exists():
-        found = json.loads(path.read_text())
-        if found != wanted:
-            names = [k for k in wanted if wanted[k] != found.get(k)]
-            raise ValueError(f"{path.parent} holds a run with another {', '.join(names)}; use another --work folder")
+    # A command that wrote nothing, for a name that was wrong, binds nobody.
+    found = json.loads(path.read_text()) if path.exists() and read_conversations(path.parent) else wanted
+    if different := differences(found, wanted):
+        raise ValueError(f"{path.parent} holds a run with another {different}; use another --work folder")
     path.write_text(json.dumps(wanted, indent=1) + "\n")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..hf.load import load_model
+from ..hf.load import load_config, load_model
 from ..modules.kangaroo import KangarooAdapter, Rope, rope_of
 from ..modules.kangaroo_checkpoint import read_adapter
 from .calibrate import MAX_RANK, RankCounter, format_accuracies, row_of_token, save_accuracies
@@ -53,6 +53,21 @@ class AdapterOptions:
     init: str | None = None
 
 
+def check_adapter(options: AdapterOptions, config) -> None:
+    """Raise unless an adapter can be made for a model of this text configuration, as far as that can be seen.
+
+    Raises:
+        FileNotFoundError: there is no adapter to go on from.
+        ValueError: an unknown kind, or an exit layer that the model does not have.
+    """
+    if options.kind not in KINDS:
+        raise ValueError(f"the kind of an adapter must be one of {', '.join(KINDS)}, got {options.kind}")
+    if not 1 <= options.exit_layer < config.num_hidden_layers:
+        raise ValueError(f"exit_layer must be in [1, {config.num_hidden_layers - 1}], got {options.exit_layer}")
+    if options.init is not None and not Path(options.init).exists():
+        raise FileNotFoundError(f"there is no adapter at {options.init}")
+
+
 def fresh_adapter(options: AdapterOptions, conversations: Sequence[Conversation], model) -> KangarooAdapter:
     """Return an fp32 adapter that begins as the backbone's last layer and norm, as far as their shapes are the same.
 
@@ -63,10 +78,7 @@ def fresh_adapter(options: AdapterOptions, conversations: Sequence[Conversation]
         ValueError: an unknown kind, an exit layer that the model does not have, or another adapter to go on from.
     """
     config = model.config.get_text_config()
-    if options.kind not in KINDS:
-        raise ValueError(f"the kind of an adapter must be one of {', '.join(KINDS)}, got {options.kind}")
-    if not 1 <= options.exit_layer < config.num_hidden_layers:
-        raise ValueError(f"exit_layer must be in [1, {config.num_hidden_layers - 1}], got {options.exit_layer}")
+    check_adapter(options, config)
     weight = model.get_output_embeddings().weight
     vocab_map = None
     if 0 < options.draft_vocab < weight.shape[0]:
@@ -237,6 +249,7 @@ def train_kangaroo(
         ValueError: the work folder holds a run with other options, too few conversations to hold some out, or options
             that do not fit the model.
     """
+    check_adapter(options, load_config(generation.model))  # rather now than after hours of writing texts
     out, work, processes = Path(out), Path(work), Processes.current(device)
     conversations = generate_conversations(
         work, generation, num_tokens=num_tokens, num_slots=num_slots, num_workers=num_workers, device=device
@@ -251,9 +264,7 @@ def train_kangaroo(
     else:
         states = store_states(work / "hidden", conversations, model, options.exit_layer, dtype=weight.dtype)
     if processes.is_first:
-        print(
-            f"training {sum(p.numel() for p in adapter.parameters()):,} parameters on {len(split(states)[0]):,} texts"
-        )
+        print(processes.announcement(adapter, len(split(states)[0])))
     trainer = train_adapter(adapter, weight, states, work / "training", options, trainer_options)
     adapter.metadata = {"base_model_name_or_path": base_model_name(generation.model)}
     adapter = adapter.to(weight.dtype).requires_grad_(False)

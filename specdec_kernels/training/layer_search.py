@@ -19,6 +19,7 @@ from ..decoding.exits import ExitRule
 from ..decoding.protocols import LayerPlan
 from ..hf.load import load_model
 from ..hf.prepare import is_prepared, prepare
+from ._differences import differences
 from .data import GenerationOptions, generate_conversations
 from .layer_costs import BlockCosts, Expectation, best_expectation, expectation, measure_costs
 from .layer_probe import DraftProbe, SearchOptions, choose_contexts
@@ -181,16 +182,17 @@ def search_skip_sets(
     conversations = generate_conversations(
         work, generation, num_tokens=num_tokens, num_slots=num_slots, num_workers=num_workers, device=device
     )
+    places, held_out_places = (choose_contexts(conversations, options, held_out=held_out) for held_out in (False, True))
     model = load_model(generation.model, getattr(torch, generation.dtype), device)
     model = prepare(model) if prepared else model
     costs = stored_costs(work / "costs.json", model, options)
-    probe = DraftProbe(model, choose_contexts(conversations, options, held_out=False), options.max_drafts)
+    probe = DraftProbe(model, places, options.max_drafts)
     plan, expected, tried = search_layers(probe, costs, work / "trials.jsonl", options, num_trials)
     drafter = LayerSkipDrafter(
         plan.skipped_attention, plan.skipped_mlp, max_drafts=expected.max_drafts,
         exit_rule=ExitRule(threshold=expected.threshold),
     )  # fmt: skip
-    held_out = DraftProbe(model, choose_contexts(conversations, options, held_out=True), options.max_drafts)
+    held_out = DraftProbe(model, held_out_places, options.max_drafts)
     report = _report(probe, held_out, costs, plan)
     drafter.metadata = {
         "base_model_name_or_path": base_model_name(generation.model), "prepared": prepared,
@@ -211,8 +213,8 @@ def stored_costs(path: Path, model, options: SearchOptions) -> BlockCosts:
     chosen = {**asdict(options), "prepared": is_prepared(model)}
     if path.exists():
         found = json.loads(path.read_text())
-        if found["options"] != chosen:
-            raise ValueError(f"{path.parent} holds a search with other options; use another --work folder")
+        if different := differences(found["options"], chosen):
+            raise ValueError(f"{path.parent} holds a search with another {different}; use another --work folder")
         return BlockCosts(**{name: _tupled(value) for name, value in found["costs"].items()})
     costs = measure_costs(model, context_len=options.max_context, max_drafts=options.max_drafts)
     path.write_text(json.dumps({"options": chosen, "costs": asdict(costs)}, indent=1) + "\n")
@@ -250,4 +252,6 @@ def format_report(metadata: dict[str, Any]) -> str:
     for name, entry in rows:
         numbers = f"{entry['tokens_per_s']:>10.1f}{entry['tokens_per_step']:>13.2f}"
         lines.append(f"{name:<26}{numbers}{entry['first_draft_right']:>13.3f}{entry['mean_matched']:>9.2f}")
+    if metadata["held_out"]["tokens_per_s"] <= metadata["plain_tokens_per_s"]:
+        lines.append("plain decoding is expected to be faster here: drafting by this model costs more than it brings")
     return "\n".join(lines)

@@ -98,6 +98,8 @@ def train_medusa(
         ImportError: LoRA, and ``peft`` is not installed.
     """
     check_lora(joint)
+    if options.init is not None and not Path(options.init).exists():
+        raise FileNotFoundError(f"there are no heads at {options.init}")
     out, work, processes = Path(out), Path(work), Processes.current(device)
     conversations = generate_conversations(
         work, generation, num_tokens=num_tokens, num_slots=num_slots, num_workers=num_workers, device=device
@@ -108,7 +110,7 @@ def train_medusa(
     heads = fresh_heads(options, conversations, weight)
     if processes.is_first:
         num_training = sum(not is_held_out(c) for c in conversations)
-        print(f"training {sum(p.numel() for p in heads.parameters()):,} parameters on {num_training:,} texts")
+        print(processes.announcement(heads, num_training))
     states = None
     if on_the_fly:
         trainer = train_live(heads, Backbone(model), conversations, work / "training", options, trainer_options)

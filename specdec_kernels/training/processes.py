@@ -57,6 +57,11 @@ class Processes:
         """Whether this process writes and prints."""
         return self.index == 0
 
+    def announcement(self, module: torch.nn.Module, num_texts: int) -> str:
+        """Say what is going to be trained, on how much, and by how many: a launcher may have started fewer."""
+        together = f", in {self.count} processes" if self.count > 1 else ""
+        return f"training {sum(p.numel() for p in module.parameters()):,} parameters on {num_texts:,} texts{together}"
+
     def share(self, rows: Tensor) -> Tensor:
         """Return this process's rows of a step."""
         return rows[self.index :: self.count]

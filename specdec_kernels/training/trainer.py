@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ._differences import differences
 from .curve import NAME as CURVE
 from .curve import append_entry, draw_curve, read_entries
 from .processes import Processes
@@ -55,13 +56,6 @@ def learning_rate(step: int, num_steps: int, options: TrainerOptions) -> float:
     progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
     floor = options.final_lr
     return options.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def _given(value):
-    """Leave out what is None: an option that came after a checkpoint, and is not used, does not change the task."""
-    if not isinstance(value, dict):
-        return value
-    return {name: _given(entry) for name, entry in value.items() if entry is not None}
 
 
 class RowOrder:
@@ -197,10 +191,9 @@ class Trainer:
 
     def _load(self) -> None:
         state = torch.load(self.checkpoint, map_location=next(iter(self.named.values())).device, weights_only=True)
-        found, wanted = _given(state["identity"]), _given(self.identity)
-        different = [name for name in self.identity if found.get(name) != wanted.get(name)]
+        different = differences(state["identity"], self.identity)
         if different:
-            raise ValueError(f"{self.checkpoint} was made with other {', '.join(different)}; remove it to start over")
+            raise ValueError(f"{self.checkpoint} was made with another {different}; remove it to start over")
         with torch.no_grad():
             for name, parameter in self.named.items():
                 parameter.copy_(state["module"][name])

@@ -10,6 +10,7 @@ import torch
 from specdec_kernels import DraftTree
 from specdec_kernels.cli.__main__ import main
 from specdec_kernels.cli._arguments import load_errors
+from specdec_kernels.cli.calibrate import print_table
 from specdec_kernels.decoding.budget import CostTable
 from specdec_kernels.decoding.calibration import Calibration, Setting, file_of
 from specdec_kernels.decoding.drafters import KangarooDrafter
@@ -92,8 +93,18 @@ def test_a_tree_is_chosen_for_the_model_as_it_will_run(folders, tmp_path, capsys
     assert (", prepared, " in capsys.readouterr().out) == prepared
     setting = Setting.here(torch.device("cpu"), torch.bfloat16, prepared=prepared)
     assert set(Calibration.load(heads, setting).drafters) == {"medusa"}
-    with pytest.raises(ValueError, match="has nothing for Setting"):
+    with pytest.raises(ValueError, match="has nothing for "):
         Calibration.load(heads, Setting.here(torch.device("cpu"), torch.bfloat16, prepared=not prepared))
+
+
+def test_times_of_a_busy_machine_are_marked(capsys):
+    setting = Setting("A CPU", 1, "float32", False)
+    steady, busy = [(1, 16, 1, 10e3), (1, 16, 2, 9e3), (1, 16, 8, 30e3)], [(2, 16, 1, 40e3), (2, 16, 2, 20e3)]
+    print_table(Calibration(setting, CostTable(steady)), 16)
+    assert "not to be trusted" not in capsys.readouterr().out
+    print_table(Calibration(setting, CostTable([*steady, *busy, (2, 16, 8, 30e3)])), 16)
+    printed = capsys.readouterr().out
+    assert printed.count("not to be trusted: 1 nodes took 40.0 ms, 2 nodes only 20.0 ms. The machine was busy") == 1
 
 
 def test_prepare_in_vain_is_one_line(folders):

@@ -107,23 +107,27 @@ def test_every_name_is_tested():
 
 
 @pytest.mark.parametrize(
-    ("name", "option", "command"),
+    ("name", "option", "lacking", "some", "command"),
     [
-        ("medusa", "heads", "train medusa"),
-        ("kangaroo+ngram", "adapter", "train kangaroo --exit-layer N"),
-        ("layer-skip", "skips", "search layers"),
+        ("medusa", "heads", "are no heads", "some", "train medusa"),
+        ("kangaroo+ngram", "adapter", "is no adapter", "one", "train kangaroo --exit-layer N"),
+        ("layer-skip", "skips", "are no skips", "some", "search layers"),
     ],
 )
-def test_what_is_missing_is_said(folder, tmp_path, name, option, command):
-    with pytest.raises(SystemExit, match=f"there are no {option} at"):
+def test_what_is_missing_is_said(folder, tmp_path, name, option, lacking, some, command):
+    with pytest.raises(SystemExit, match=f"there {lacking} at"):
         main(["demo", "--drafter", name, f"--{option}", str(tmp_path / "nothing")])
     args = arguments(folder)
     args.heads = None
-    help = (
-        f"no {option} are shipped for another; make some with `specdec-kernels {command} --model another --out FOLDER`"
-    )
-    with pytest.raises(SystemExit, match=f"{re.escape(help)}, then pass --{option} FOLDER"):
+    help = f"there {lacking} shipped for another; make {some} with `specdec-kernels {command} --model another"
+    with pytest.raises(SystemExit, match=f"{re.escape(help)} --out FOLDER`, then pass --{option} FOLDER"):
         _drafters.check(name, args)
+
+
+def test_heads_of_another_model_are_one_line(folder, tmp_path):
+    MedusaHeads(2, 1, 8, VOCAB).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="--drafter medusa: MedusaDrafter: the heads are made for"):
+        _drafters.make("medusa", arguments(folder, "--heads", str(tmp_path)), tiny_model())
 
 
 def test_a_draft_model_must_be_named(folder):

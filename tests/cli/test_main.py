@@ -1,5 +1,6 @@
 """``specdec-kernels`` itself: the commands, and what they say when an optional package is missing."""
 
+import importlib
 import subprocess
 import sys
 
@@ -44,7 +45,30 @@ def test_what_is_not_there_is_one_line(tmp_path, capsys) -> None:
     assert "specdec-kernels demo: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--max-new-tokens", "0"], ["--device", "tpu"], ["--device", "cuda:99"]], ids=str)
+@pytest.mark.parametrize(
+    ("command", "goes_on"), [(["train", "medusa", "--out", "unused"], True), (["tree", "list"], False)], ids=str
+)
+def test_a_stopped_command_says_whether_it_goes_on(command, goes_on, capsys, monkeypatch) -> None:
+    def stop(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module(f"specdec_kernels.cli.{command[0]}"), "run", stop)
+    assert main(command) == 130
+    further = "; the same command goes on from here" if goes_on else ""
+    assert capsys.readouterr().err == f"specdec-kernels {command[0]}: stopped{further}\n"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--temperature", "-1"],
+        ["--min-prob", "2"],
+        ["--max-new-tokens", "0"],
+        ["--device", "tpu"],
+        ["--device", "cuda:99"],
+    ],
+    ids=str,
+)
 def test_the_demo_refuses_bad_options(option, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["demo", *option])

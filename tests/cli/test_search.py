@@ -22,10 +22,10 @@ def test_one_command_finds_skip_sets(tmp_path, capsys):
     assert entry["command"].startswith("specdec-kernels search layers")
     assert entry["prepared"] == (load_errors["_C"] is None), "in bf16 on the CPU, by itself"
     assert main([*command, "--contexts", "9"]) == 2
-    assert "a search with other options" in capsys.readouterr().err.splitlines()[-1]
+    assert "a search with another num_contexts (8, now 9)" in capsys.readouterr().err.splitlines()[-1]
     if entry["prepared"]:
         assert main([*command, "--no-prepare"]) == 2
-        assert "a search with other options" in capsys.readouterr().err.splitlines()[-1]
+        assert "a search with another prepared (True, now False)" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_without_optuna_nothing_is_begun(tmp_path, capsys, monkeypatch):

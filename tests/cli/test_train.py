@@ -1,11 +1,14 @@
 import json
 import shlex
 import shutil
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 
 from specdec_kernels.cli.__main__ import main
+from specdec_kernels.cli._data import places_and_data
 from specdec_kernels.hf.load import load_model, load_tokenizer
 from specdec_kernels.modules.medusa import MedusaHeads
 from specdec_kernels.tree import DraftTree
@@ -49,7 +52,7 @@ def test_a_second_training_goes_on_from_the_first(tiny, tmp_path, capsys):
     assert main(arguments(tiny, tmp_path / "first")) == 0
     more = ("--work", str(tmp_path / "first.work"), "--init", str(tmp_path / "first"))
     assert main(arguments(tiny, tmp_path / "second", *more)) == 2
-    assert "was made with other task" in capsys.readouterr().err.splitlines()[-1]
+    assert "was made with another init (None, now " in capsys.readouterr().err.splitlines()[-1]
     shutil.rmtree(tmp_path / "first.work" / "training")
     assert main(arguments(tiny, tmp_path / "second", *more, "--lr", "0")) == 0
     first, second = (MedusaHeads.from_pretrained(tmp_path / name) for name in ("first", "second"))
@@ -96,8 +99,12 @@ def test_one_command_makes_an_adapter(tiny, tmp_path, capsys):
         *("model.safetensors", "config.json", "accuracy.json", "training_curve.jsonl"),
         "training_curve.svg",
     }
-    assert main([*command, "--exit-layer", "9"]) == 2
+    new = ["--out", str(tmp_path / "new")]  # refused before any text is written
+    assert main([*command, *new, "--exit-layer", "9"]) == 2
     assert "exit_layer must be in [1, 1], got 9" in capsys.readouterr().err.splitlines()[-1]
+    assert main([*command, *new, "--init", str(tmp_path / "none")]) == 2
+    assert "there is no adapter at" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "new.work").exists()
 
 
 def test_medusa_2_by_one_command(tiny, tmp_path, capsys):
@@ -111,8 +118,34 @@ def test_medusa_2_by_one_command(tiny, tmp_path, capsys):
 
 
 def test_errors_are_one_line(tiny, tmp_path, capsys):
-    out = tmp_path / "heads"
-    assert main(arguments(tiny, out, "--data", str(tmp_path / "none.jsonl"))) == 2
-    assert "none.jsonl" in capsys.readouterr().err
-    assert main(arguments(tiny, out, "--seed", "3")) == 2
-    assert "another" in capsys.readouterr().err.splitlines()[-1]
+    def message(*words):
+        capsys.readouterr()
+        assert main(list(words)) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    out, folder = tmp_path / "heads", str(tmp_path / "models" / "none")
+    (tmp_path / "broken.jsonl").write_text('{"title": 1}\n')
+    assert "there is no file" in message(*arguments(tiny, out, "--data", str(tmp_path / "none.jsonl")))
+    assert "broken.jsonl:1: needs" in message(*arguments(tiny, out, "--data", str(tmp_path / "broken.jsonl")))
+    assert message(*arguments(folder, out)) == f"specdec-kernels train medusa: there is no model at {folder}"
+    assert "cannot load" in message(*arguments(str(tmp_path), out))
+    assert "is a file" in message(*arguments(tiny, tmp_path / "broken.jsonl"))
+    # None of these has written anything that stands in the way of the right one.
+    assert main(arguments(tiny, out)) == 0
+    assert "a run with another seed (0, now 3), user_len (4, now 5)" in message(
+        *arguments(tiny, out, "--seed", "3", "--user-len", "5")
+    )
+    assert "made with another num_layers (2, now 1); remove it" in message(*arguments(tiny, out, "--head-layers", "1"))
+
+
+@pytest.mark.parametrize("words", ["--tokens 0", "--slots 0", "--num-heads 0", "--epochs 0", "--lr -1", "--device tpu"])
+def test_numbers_that_make_no_sense_show_the_usage(tmp_path, capsys, words):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments("smollm2", tmp_path / "heads", *words.split()))
+    assert words.split()[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_folder_here_has_its_work_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = Namespace(out=Path("."), work=None, data=None, model="m", dtype="float32", seed=0, user_len=1, answer_len=1)
+    assert places_and_data(args)[:2] == (Path("."), tmp_path.with_name(tmp_path.name + ".work"))

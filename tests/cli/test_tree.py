@@ -209,6 +209,8 @@ def test_bad_names_are_one_line(tmp_path, monkeypatch, capsys, arguments, messag
     [
         [],
         ["optimize", "--nodes", "4"],
+        ["optimize", "--nodes", "0", "--heads", "a"],
+        ["optimize", "--dynamic", "--min-prob", "1.5", "--heads", "a"],
         ["optimize", "--nodes", "4", "--heads", "a", "--accuracy", "b"],
         ["convert", "chain_1"],
     ],

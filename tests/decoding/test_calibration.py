@@ -45,7 +45,9 @@ def test_what_is_missing_is_said(tmp_path):
     with pytest.raises(FileNotFoundError, match="specdec-kernels calibrate"):
         Calibration.load(tmp_path, HERE)
     path = calibration().save(tmp_path)
-    with pytest.raises(ValueError, match=r"nothing for .*prepared=False.* it has .*prepared=True"):
+    with pytest.raises(
+        ValueError, match=r"nothing for A CPU \(2\), 2 threads, bfloat16, not prepared; it has .*, prepared"
+    ):
         Calibration.load(path, Setting("A CPU (2)", 2, "bfloat16", False))
     with pytest.raises(ValueError, match=r"no drafter 'x' was measured; there are \['medusa'\]"):
         calibration().budget("x")

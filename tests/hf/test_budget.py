@@ -217,7 +217,7 @@ def test_auto_is_the_calibration_beside_an_adapter_or_skip_sets(model, name, tmp
     ("options", "reason"),
     [
         ({"drafters": ()}, "no drafter 'medusa' was measured"),
-        ({"prepared": True}, "has nothing for .*prepared=False"),
+        ({"prepared": True}, "has nothing for .*, not prepared; it has .*, prepared"),
         (None, "there is no .*calibrat"),
     ],
 )

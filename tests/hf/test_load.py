@@ -1,6 +1,7 @@
 """GGUF files are converted once; half a copy is never seen; where none can be kept, loading still works."""
 
 import importlib.metadata
+import json
 import os
 from pathlib import Path
 
@@ -98,9 +99,26 @@ def test_default_cache_folder(monkeypatch, tmp_path):
     assert load.cache_folder() == tmp_path / ".cache" / "specdec_kernels"
 
 
-def test_other_names_are_left_alone(cache, conversions):
-    assert load._resolve("folder/of/a/model") == ("folder/of/a/model", None)
+@pytest.mark.parametrize("name", ["gpt2", "somebody/some-model"])
+def test_hub_ids_are_left_alone(cache, conversions, name):
+    assert load._resolve(name) == (name, None)
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("name", ["./model", "../some/model", "/a/model", "folder/of/model", "model/", "~/model"])
+def test_a_missing_folder_is_not_sought_elsewhere(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"there is no model at {name}"):
+        load.load_model(name)
+
+
+@pytest.mark.parametrize("config", [None, {"model_type": "nothing of the kind"}])
+def test_a_folder_that_holds_something_else_is_named(tmp_path, config):
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(OSError, match=f"cannot load {tmp_path}: .+") as raised:
+        load.load_config(str(tmp_path))
+    assert "\n" not in str(raised.value)
 
 
 def test_a_missing_package_is_named(monkeypatch):

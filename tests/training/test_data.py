@@ -188,7 +188,7 @@ def test_two_workers_share_the_jobs(tiny, tmp_path, monkeypatch, processes):
 
 def test_another_run_in_the_folder_is_refused(tiny, tmp_path):
     generate_conversations(tmp_path, options(tiny), num_tokens=1, num_slots=1)
-    with pytest.raises(ValueError, match="another seed"):
+    with pytest.raises(ValueError, match=r"another seed \(0, now 1\); use another --work"):
         generate_conversations(tmp_path, options(tiny, seed=1), num_tokens=1)
 
 

@@ -9,7 +9,7 @@ from specdec_kernels.decoding.drafters import LayerSkipDrafter
 from specdec_kernels.hf import HFTarget
 from specdec_kernels.hf.fused_stack import FusedStack
 from specdec_kernels.hf.prepare import prepare
-from specdec_kernels.training import layer_costs, layer_probe
+from specdec_kernels.training import layer_costs, layer_probe, layer_search
 from specdec_kernels.training.data import GenerationOptions
 from specdec_kernels.training.generate import Conversation, Limits
 from specdec_kernels.training.layer_costs import BlockCosts, Outcome, best_expectation, expectation, measure_costs
@@ -196,5 +196,15 @@ def test_from_nothing_to_a_file(tiny, tmp_path, capsys):
     costs = (tmp_path / "work" / "costs.json").read_text()
     search(num_trials=14)
     assert (tmp_path / "work" / "costs.json").read_text() == costs, "a continued search keeps its costs"
-    with pytest.raises(ValueError, match="a search with other options"):
+    with pytest.raises(ValueError, match=r"a search with another \w+ \(.*, now "):
         search(SearchOptions(num_contexts=3))
+
+
+def test_texts_without_held_out_ones_are_refused_before_the_search(tmp_path, monkeypatch):
+    pytest.importorskip("optuna")
+    texts = [Conversation(0, (1,), (2, 3), True)]
+    monkeypatch.setattr(layer_search, "generate_conversations", lambda *args, **options: texts)
+    monkeypatch.setattr(layer_search, "load_model", lambda *args: pytest.fail("too late"))
+    generation = GenerationOptions("no model", None, "float32", 0, Limits())
+    with pytest.raises(ValueError, match="no held-out context of at most 256 tokens"):
+        search_skip_sets(tmp_path, tmp_path, generation, SearchOptions(), num_trials=1, num_tokens=1)

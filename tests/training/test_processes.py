@@ -103,6 +103,12 @@ def test_each_process_writes_its_share_of_the_texts(folders):
     assert sum(len(c.answer) for c in read_conversations(folder)) >= 60
 
 
+@pytest.mark.parametrize(("count", "end"), [(1, ""), (2, ", in 2 processes")])
+def test_how_many_train_together_is_said(count, end):
+    said = Processes(0, count).announcement(torch.nn.Linear(1999, 1), 5000)
+    assert said == f"training 2,000 parameters on 5,000 texts{end}"
+
+
 def test_shares_make_up_the_rows():
     rows = torch.arange(7)
     shares = [Processes(i, 3).share(rows) for i in range(3)]
