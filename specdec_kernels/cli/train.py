@@ -4,7 +4,7 @@ import shlex
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 
-from ._arguments import positive_float, positive_int
+from ._arguments import not_negative, positive_float, positive_int
 from ._data import RawHelp, add_data_arguments, generation_options, places_and_data
 
 EPILOG = """\
@@ -85,7 +85,7 @@ def _add_training_arguments(group, batch_size: int, rows: str) -> None:
     group.add_argument("--init", help="folder of an earlier result to go on from, say with a lower --lr")
     group.add_argument("--epochs", type=positive_float, default=4.0, help=f"passes over the training {rows}")
     group.add_argument("--batch-size", type=positive_int, default=batch_size, help=f"{rows} of one step")
-    group.add_argument("--lr", type=positive_float, default=1e-3, help="highest learning rate of AdamW")
+    group.add_argument("--lr", type=not_negative, default=1e-3, help="highest learning rate of AdamW")
     group.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW; helps when there is little text")
     group.add_argument(
         "--on-the-fly", action="store_true", help="keep no hidden states on disk, run the model each time"

@@ -69,7 +69,7 @@ def test_an_adapter_has_its_calibration_beside_it(folders, tmp_path, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert budget_of("auto", model, drafter) is not None
-    with pytest.raises(SystemExit, match="no heads are shipped for"):
+    with pytest.raises(SystemExit, match="there are no heads shipped for"):
         main(["calibrate", "--model", name])
 
 
