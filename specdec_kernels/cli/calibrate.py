@@ -177,8 +177,8 @@ def print_table(calibration: "Calibration", context_len: int) -> None:
         print(f"{nodes:>6}" + "".join(f"{'-' if us is None else format(us / 1e3, '.1f'):>9}" for us in cells))
     for few, many in unsteady(points):
         print(
-            f"\nnot to be trusted: {few.num_nodes} nodes took {few.time_us / 1e3:.1f} ms, {many.num_nodes} nodes only "
-            f"{many.time_us / 1e3:.1f} ms. The machine was busy; measure again when it is not"
+            f"\nnot to be trusted: {few.time_us / 1e3:.1f} ms with nodes = {few.num_nodes}, but "
+            f"{many.time_us / 1e3:.1f} ms with nodes = {many.num_nodes}. The machine was busy; measure again"
         )
     for name in calibration.drafters:
         budget = calibration.budget(name).budget

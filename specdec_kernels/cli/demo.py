@@ -139,7 +139,7 @@ def _print_table(comparisons: list[Comparison], stats, drafter, verdict: str, pr
     rows = [
         ("plain model.generate", f"{plain:.1f} tokens/s"),
         ("speculative, model prepared" if prepared else "speculative", f"{ours:.1f} tokens/s"),
-        ("speed-up", f"{ours / plain:.2f} x"),
+        ("speed-up", f"{ours / plain:.2f} x{' (what `prepare` alone brings: --drafter plain)' if prepared else ''}"),
         ("mean accepted drafts per step", f"{stats.mean_accepted:.2f} ({stats.tokens_per_step:.2f} tokens per step)"),
         ("tree size", f"{drafter.max_nodes} nodes at most{'' if fixed else ', the likeliest at each step'}"),
         ("output identical", verdict),

@@ -104,7 +104,10 @@ def test_times_of_a_busy_machine_are_marked(capsys):
     assert "not to be trusted" not in capsys.readouterr().out
     print_table(Calibration(setting, CostTable([*steady, *busy, (2, 16, 8, 30e3)])), 16)
     printed = capsys.readouterr().out
-    assert printed.count("not to be trusted: 1 nodes took 40.0 ms, 2 nodes only 20.0 ms. The machine was busy") == 1
+    assert (
+        printed.count("not to be trusted: 40.0 ms with nodes = 1, but 20.0 ms with nodes = 2. The machine was busy")
+        == 1
+    )
 
 
 def test_prepare_in_vain_is_one_line(folders):
