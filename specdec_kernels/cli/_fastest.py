@@ -1,6 +1,7 @@
 """The fastest tree on a machine, fixed or chosen anew at each step, by what `specdec-kernels calibrate` measured."""
 
 import math
+import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -29,22 +30,21 @@ def calibrated(args: Namespace) -> Path:
         known = Calibration.load(args.heads, setting)
     except (OSError, ValueError):
         known = None
-    if known is None or args.drafter not in known.drafters:
-        options = {"model": args.model, "heads": args.heads, "out": args.heads, "drafter": args.drafter,
-                   "dtype": args.dtype, "device": args.device, "batch-sizes": args.batch_size,
-                   "contexts": args.context, "threads": args.threads}  # fmt: skip
-        words = [w for name, value in options.items() if value is not None for w in (f"--{name}", str(value))]
-        if args.dynamic:
-            words += ["--draft-nodes", str(args.nodes or DYNAMIC_NODES), "--min-prob", str(args.min_prob)]
-        words += ["--prepare" if setting.prepared else "--no-prepare"]
-        words += [] if known is None else ["--keep-steps"]
-        parser = ArgumentParser()
-        calibrate.add_arguments(parser)
-        calibrate.run(parser.parse_args(words, Namespace(argv=["calibrate", *words])))
-    else:
-        file, size = file_of(args.heads, setting.device), " --draft-nodes T" if args.dynamic else ""
-        print(f"steps and {args.drafter} as they were measured before, in {file}; anew with")
-        print(f"specdec-kernels calibrate --model {args.model} --heads {args.heads} --drafter {args.drafter}{size}\n")
+    options = {"model": args.model, "heads": args.heads, "out": args.heads, "drafter": args.drafter,
+               "dtype": args.dtype, "device": args.device, "batch-sizes": args.batch_size,
+               "contexts": args.context, "threads": args.threads}  # fmt: skip
+    words = [w for name, value in options.items() if value is not None for w in (f"--{name}", str(value))]
+    if args.dynamic:
+        words += ["--draft-nodes", str(args.nodes or DYNAMIC_NODES), "--min-prob", str(args.min_prob)]
+    words += ["--prepare" if setting.prepared else "--no-prepare"]
+    if known is not None and args.drafter in known.drafters:
+        print(f"steps and {args.drafter} as they were measured before, in {file_of(args.heads, setting.device)}; anew:")
+        print(f"{shlex.join(['specdec-kernels', 'calibrate', *words])}\n")
+        return args.heads
+    words += [] if known is None else ["--keep-steps"]
+    parser = ArgumentParser()
+    calibrate.add_arguments(parser)
+    calibrate.run(parser.parse_args(words, Namespace(argv=["calibrate", *words])))
     return args.heads
 
 
@@ -69,6 +69,7 @@ def fastest(heads: list[list[float]], args: Namespace) -> tuple[DraftTree, dict[
             speed = f"{args.batch_size * sized.tokens_per_s:.1f}", f"{sized.tokens_per_s / plain:.2f}"
             rows.append((*measures(sized.tree, sized.tokens_per_step), f"{sized.step_us / 1e3:.1f}", *speed))
     print_table(rows)
+    _say_if_none_pays(best.tree.num_nodes)
     _save_plot([(sized.tree.num_nodes, sized.tokens_per_step, sized.tokens_per_s) for sized in sizes], args)
     return best.tree, {
         "expected_tokens_per_step": best.tokens_per_step,
@@ -104,12 +105,18 @@ def fastest_dynamic(args: Namespace) -> tuple[DynamicTree, dict[str, Any]]:
         cells = f"{time_us / 1e3:.1f}", f"{args.batch_size * speed:.1f}", f"{speed / sizes[0][2]:.2f}"
         rows.append((nodes, f"{tokens:.4f}", *cells))
     print_table(rows)
+    _say_if_none_pays(best[0])
     _save_plot([size[:3] for size in sizes], args)
     return DynamicTree(best[0], min_prob=args.min_prob), {
         "expected_tokens_per_step": best[1],
         "fastest_on": _machine(setting, args),
         "source": f"tree optimize --dynamic, by the steps and the acceptance of {args.drafter} in the calibration",
     }
+
+
+def _say_if_none_pays(num_nodes: int) -> None:
+    if num_nodes == 1:
+        print("\nno drafts pay here: one node is plain decoding")
 
 
 def _where(setting: Setting, args: Namespace) -> str:

@@ -91,7 +91,10 @@ class Calibration:
             ValueError: there is no profile of that name; the message lists those there are.
         """
         if drafter not in self.drafters:
-            raise ValueError(f"Calibration: no drafter {drafter!r} was measured; there are {sorted(self.drafters)}")
+            raise ValueError(
+                f"Calibration: no drafter {drafter!r} was measured; there are {sorted(self.drafters)}; "
+                f"`specdec-kernels calibrate --keep-steps --drafter {drafter}` adds it"
+            )
         profile = self.drafters[drafter]
         return LearningBudget(NodeBudget(profile.gains, self.step_us(drafter), widths=profile.widths))
 
