@@ -97,16 +97,16 @@ def _panel(panel: Panel) -> str:
     middle = (_TOP + bottom) / 2
     parts.append(f'<text class="middle" transform="translate(14 {middle}) rotate(-90)">{escape(panel.y_label)}</text>')
     for index, (name, points) in enumerate(series.items()):
-        parts.extend(_line(index, name, [at(*p) for p in points]))
+        parts.extend(_line(index, name, [at(*p) for p in points], min(_LEGEND_COLUMNS, len(series))))
     return "\n".join(parts)
 
 
-def _line(index: int, name: str, points: list[tuple[float, float]]) -> list[str]:
-    """Return the line, a dot for each point when they are few, and the entry of the legend."""
+def _line(index: int, name: str, points: list[tuple[float, float]], columns: int) -> list[str]:
+    """Return the line, a dot for each point when they are few, and the entry of a legend of so many columns."""
     colour = _COLOURS[index % len(_COLOURS)]
-    row, column = divmod(index, _LEGEND_COLUMNS)
-    x, y = _LEFT + column * (_WIDTH - _LEFT) // _LEGEND_COLUMNS, _HEIGHT + row * _LEGEND_LINE
-    longest = int((_WIDTH - _LEFT) / _LEGEND_COLUMNS / _CHARACTER_WIDTH) - 4
+    row, column = divmod(index, columns)
+    x, y = _LEFT + column * (_WIDTH - _LEFT) // columns, _HEIGHT + row * _LEGEND_LINE
+    longest = int((_WIDTH - _LEFT) / columns / _CHARACTER_WIDTH) - 4
     shown = name if len(name) <= longest else name[: longest - 1] + "…"
     dots = [f'<circle cx="{px}" cy="{py}" r="2.4" fill="{colour}"/>' for px, py in points if len(points) <= 40]
     return [

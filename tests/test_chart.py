@@ -52,3 +52,15 @@ def test_every_panel_and_series_has_its_names():
     assert [t.text for t in root.iter(f"{SVG}title")] == [*panels[0].series, *panels[1].series]
     lines = [line.get("points").split() for line in root.iter(f"{SVG}polyline")]
     assert [len(points) for points in lines] == [2, 2, 2, 2, 2, 0, 1]
+
+
+def test_few_series_have_room_for_longer_names():
+    """A name is cut only where others need the place; a tooltip has all of it."""
+    name = "best tree of T nodes"
+
+    def shown(count):
+        series = {f"{name} {i}": [(1, 2.0)] for i in range(count)}
+        return [t[-1].tail for t in drawn(Panel("t", "x", "y", series)).iter(f"{SVG}text") if len(t)]
+
+    assert shown(2) == [f"{name} 0", f"{name} 1"]
+    assert all(text.endswith("…") for text in shown(3))
