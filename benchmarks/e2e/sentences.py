@@ -9,6 +9,9 @@ from benchmarks.e2e.catalogue import OURS
 from benchmarks.e2e.rows import Row, Run, geometric, read_run
 from benchmarks.e2e.shown import by_speed, fastest, named, shown
 
+# What is shipped, by its folder among the examples, and which drafters need it.
+TRAINED = {"heads": "heads", "adapters": "adapter", "skips": "skip sets"}
+SHIPPED_FOR = {"medusa": "heads", "kangaroo": "adapters", "layer-skip": "skips"}
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Of the weights and the cache together: what a call may have at its peak.
 MEMORY_SHARE = 1.3
@@ -23,10 +26,18 @@ def shipped() -> dict[str, str]:
 
 
 def age(run: Run) -> str:
-    """Return what there is to say if a run is not known to be of what is shipped."""
+    """Return what there is to say if a run is not known to be of what is shipped, as far as its drafters need that."""
     if "shipped" not in run.head:
         return " The run does not say which heads it is of; they may be older than the shipped ones."
-    return "" if run.head["shipped"] == shipped() else " The heads or the adapter have been replaced since."
+    then, now = run.head["shipped"], shipped()
+    changed = {path.partition("/")[0] for path in {**then, **now} if then.get(path) != now.get(path)}
+    used = {folder for drafter, folder in SHIPPED_FOR.items() if any(drafter in name for name in run.providers())}
+    replaced = [what for folder, what in TRAINED.items() if folder in changed & used]
+    return (
+        f" The {listed(replaced)} {'has' if replaced == ['adapter'] else 'have'} been replaced since."
+        if replaced
+        else ""
+    )
 
 
 def about(path: Path) -> list[str]:

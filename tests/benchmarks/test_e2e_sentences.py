@@ -47,10 +47,16 @@ def test_gaps_are_told_where_they_were_measured(said):
 
 
 def test_a_run_of_other_heads_says_so(said):
-    rows = [row(1, "generate", 10, 2)]
-    assert len(sentences.shipped()) >= 3
+    rows = [row(1, "generate", 10, 2), row(1, "medusa+ngram", 10, 1)]
+    shipped = sentences.shipped()
+    assert len(shipped) >= 3
     assert "heads" not in said(sentences.about, rows)
-    assert "have been replaced since" in said(sentences.about, rows, shipped={})
+    assert "The heads have been replaced since." in said(sentences.about, rows, shipped={})
+    old = {path: "another" if path.startswith("adapters") else digest for path, digest in shipped.items()}
+    assert "since" not in said(sentences.about, rows, shipped=old), "a run without Kangaroo"
+    rows += [row(1, "kangaroo-tree", 10, 1)]
+    assert "The adapter has been replaced since." in said(sentences.about, rows, shipped=old)
+    assert "The heads and adapter have been replaced since." in said(sentences.about, rows, shipped={})
 
 
 def test_gains_over_plain_decoding(said):
