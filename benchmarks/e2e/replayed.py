@@ -32,7 +32,7 @@ from specdec_kernels.decoding.protocols import Drafter, Target, TargetOutput
 from specdec_kernels.hf.load import PACKAGED_MODEL, load_model, load_tokenizer
 from specdec_kernels.hf.prepare import prepare
 from specdec_kernels.hf.target import HFTarget
-from specdec_kernels.tree import optimize_tree, unpack_mask
+from specdec_kernels.tree import optimize_tree
 
 NODES = (4, 8, 16, 32)
 MERGED_NODES = 32
@@ -53,10 +53,10 @@ class Text(NamedTuple):
 
 
 class RecordedTarget:
-    """Say of every node whether it goes on as the text does, from a record; batch 1.
+    """Say behind every node what stands there in the text, from a record; batch 1.
 
-    Behind a node whose path is in the text comes the text's next token, behind others and the text's end ``num_ids``,
-    an id that no drafter knows.
+    Behind its end that is ``num_ids``, an id that no drafter knows. Nodes off the text get an answer too, but nobody
+    asks for it: their own token is not the one that their parent is answered.
     """
 
     def __init__(self, text: Text, num_ids: int, capacity: int):
@@ -71,10 +71,7 @@ class RecordedTarget:
         return self._output(torch.zeros(1, dtype=torch.int64))
 
     def forward(self, ids: Tensor, tree_mask: Tensor, depths: Tensor) -> TargetOutput:
-        places = self._done + depths[0].long()
-        right = ids[0] == F.pad(self.text.tokens, (0, ids.shape[1]), value=-1)[places]
-        wrong_path = (unpack_mask(tree_mask, ids.shape[1])[0] & ~right).any(-1)
-        return self._output((places + 1).masked_fill(wrong_path, len(self.text.tokens)))
+        return self._output(self._done + depths[0].long() + 1)
 
     def commit(self, accepted: Tensor, num_accepted: Tensor, active: Tensor) -> None:
         self._done += int(num_accepted[0]) + 1
