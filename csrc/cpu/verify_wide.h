@@ -82,7 +82,7 @@ SPECDEC_INLINE double to_double(T x) {
 }
 
 // 2^t for t <= 0, relative error below 3e-12, exactly 1 at 0: t = n + f with n whole and |f| <= 1/2, and 2^f by a
-// minimax polynomial. Below 2^-1020 the result may be 0. NaN stays NaN.
+// minimax polynomial. Below -1020 the result is 0. NaN stays NaN.
 SPECDEC_INLINE Wide exp2(Wide t) {
   const Wide x = max(wide(-1100.0), t);
 #if SPECDEC_WIDE == 8
@@ -101,7 +101,8 @@ SPECDEC_INLINE Wide exp2(Wide t) {
   p = fma(p, f, wide(6.9314718055683240e-01));
   p = fma(p, f, wide(1.0));
 #if SPECDEC_WIDE == 8
-  return Wide(_mm512_scalef_pd(__m512d(p), __m512d(n)));
+  const __mmask8 is_large = _mm512_cmp_pd_mask(__m512d(t), __m512d(wide(-1020.0)), _CMP_NLT_UQ);  // or NaN
+  return Wide(_mm512_maskz_scalef_pd(is_large, __m512d(p), __m512d(n)));
 #else
   const WideInt is_nan = t != t, is_tiny = t < wide(-1020.0);
   return Wide(((WideInt(p) + (WideInt(shifted) << 52)) & ~is_tiny) | (WideInt(t) & is_nan));

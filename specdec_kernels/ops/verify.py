@@ -164,7 +164,8 @@ def verify_tree(
         draft_logits: ``(B, T, V)``, same dtypes; row i: what node i's children were drawn from, in the precision that
             it was drawn with, filtered in the same way. **None says that the drafts were chosen, not drawn** (top-k
             candidates, n-grams). None for drawn drafts is exact but accepts fewer; logits for chosen drafts are not
-            exact. A draft with ``q(x) == 0`` cannot have been drawn and is judged as chosen.
+            exact. A draft with ``q(x) == 0`` cannot have been drawn and is judged as chosen; less than 2^-1020 of the
+            largest probability counts as 0, in the target's rows too.
         temperature: ``(B,) fp32``, finite, >= 0; divides target and draft logits. Below 1e-5 the row is greedy: the
             draft that is the target's argmax (the lowest, if several) is accepted; draft_logits and uniforms do not
             matter. For drafts drawn at another temperature t scale the draft logits by ``temperature / t``.

@@ -1,10 +1,15 @@
 """Distributions and draws of the verification reference: one node per row, float64."""
 
+import math
+
 import torch
 from torch import Tensor
 
 # Dividing by a smaller temperature says nothing more than argmax, and overflows in narrow formats.
 GREEDY_BELOW = 1e-5
+# Less than 2^-1020 of the likeliest id is nothing: whether a draft can have been drawn at all must not depend on which
+# numbers below float64's normal ones an exponential still returns.
+LOG_NOTHING = -1020 * math.log(2)
 
 
 def needed(rows: Tensor) -> bool:
@@ -89,4 +94,6 @@ def _row(logits: Tensor, node: Tensor) -> Tensor:
 
 def _softmax(row: Tensor, temperature: Tensor) -> Tensor:
     divisor = torch.where(greedy_rows(temperature), 1.0, temperature.double())
-    return torch.softmax(row.double() / divisor[:, None], 1)
+    scaled = row.double() / divisor[:, None]
+    is_nothing = scaled - scaled.amax(1, keepdim=True) < LOG_NOTHING
+    return torch.softmax(scaled.masked_fill_(is_nothing, -torch.inf), 1)

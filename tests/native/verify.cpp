@@ -56,7 +56,11 @@ void check_sums(Element element, const Block& block, double scale) {
   kernel.weights(logits, count, top, scale, weights.data());
   for (int64_t i = 0; i < count; ++i) {
     const long double t = (static_cast<long double>(block.values[i]) - top) * scale, weight = std::exp2(t);
-    if (t > -1020) close(weights[i], weight, 3e-12, "weight");
+    if (t < -1020) {
+      require(weights[i] == 0, "weight of nothing: " + std::to_string(static_cast<double>(t)));
+    } else {
+      close(weights[i], weight, 3e-12, "weight");
+    }
     total += weight;
     if (weight > 0) logs += weight * t;
   }
