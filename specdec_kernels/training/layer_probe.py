@@ -13,6 +13,9 @@ from .data import is_held_out
 from .generate import Conversation
 from .layer_costs import Outcome
 
+# Places in one text, at most; they are alike, so more of them would only seem to be more contexts.
+CUTS = 8
+
 
 @dataclass(frozen=True)
 class SearchOptions:
@@ -73,17 +76,22 @@ def choose_contexts(
 ) -> list[tuple[int, ...]]:
     """Cut conversations somewhere in their answers; greedy answers first, since greedy drafts are counted.
 
+    Where there are too few of them, each is cut in several places.
+
     Raises:
         ValueError: there is none.
     """
     generator = torch.Generator().manual_seed(options.seed)
-    contexts = []
-    for c in sorted(conversations, key=lambda c: (not c.greedy, c.index)):
-        cut = int(torch.randint(len(c.answer), (), generator=generator))
-        context = c.prompt + c.answer[:cut]
-        if is_held_out(c) == held_out and len(context) <= options.max_context:
-            contexts.append(context)
+    contexts: dict[tuple[int, ...], None] = {}  # in order, and each once
+    for _ in range(CUTS):
+        for c in sorted(conversations, key=lambda c: (not c.greedy, c.index)):
+            cut = int(torch.randint(len(c.answer), (), generator=generator))
+            context = c.prompt + c.answer[:cut]
+            if is_held_out(c) == held_out and len(context) <= options.max_context:
+                contexts[context] = None
+        if len(contexts) >= options.num_contexts:
+            break
     if not contexts:
         part = "held-out" if held_out else "other"
         raise ValueError(f"no {part} context of at most {options.max_context} tokens; ask for more tokens")
-    return contexts[: options.num_contexts]
+    return list(contexts)[: options.num_contexts]

@@ -6,6 +6,7 @@ counted: the same skip set has the same value whenever it is tried.
 
 import importlib
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,7 +37,10 @@ def uniform_plan(like: LayerPlan, num_layers: int) -> LayerPlan:
 
 
 def first_guesses(probe: DraftProbe, costs: BlockCosts) -> list[LayerPlan]:
-    """Return plans to try first: the blocks that change the next token least for their cost, more and more of them."""
+    """Return plans to try first: the blocks that change the next token least for their cost, more and more of them.
+
+    With each of them the one that spreads as many blocks evenly, so that the search never ends behind those.
+    """
     num_layers = len(costs.attention_us)
     blocks = [(kind, layer) for kind in ("attention", "mlp") for layer in range(num_layers)]
     gains = []
@@ -46,13 +50,16 @@ def first_guesses(probe: DraftProbe, costs: BlockCosts) -> list[LayerPlan]:
         gains.append((1.0 - float(outcome.matched.double().mean()) + 1e-3) / max(cost_us, 1e-3))
     ranked = [block for _, block in sorted(zip(gains, blocks, strict=True))]
     sizes = sorted({max(1, round(share * len(blocks))) for share in (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)})
-    return [_plan(ranked[:size]) for size in sizes]
+    plans = [_plan(ranked[:size]) for size in sizes]
+    return [plan for ranking in plans for plan in (ranking, uniform_plan(ranking, num_layers))]
 
 
 def search_layers(
     probe: DraftProbe, costs: BlockCosts, file: str | Path, options: SearchOptions, num_trials: int
 ) -> tuple[LayerPlan, Expectation, int]:
     """Search until ``num_trials`` skip sets were tried, those of earlier runs included.
+
+    The sampler looks at each block by itself, so every second set is a neighbour of the best one so far.
 
     Args:
         probe: drafts.
@@ -72,6 +79,7 @@ def search_layers(
     # The sampler's state is not stored; a continued run must not repeat the draws of the first.
     sampler = optuna.samplers.TPESampler(seed=options.seed + len(trials.entries))
     study = optuna.create_study(direction="maximize", sampler=sampler)
+    generator = random.Random(options.seed + len(trials.entries))
     choice = optuna.distributions.CategoricalDistribution([False, True])
     for plan, value in trials.entries:
         parameters = _parameters(plan, num_layers)
@@ -94,7 +102,11 @@ def search_layers(
             bar.set_postfix(best=f"{trials.best[1]:.2f} tok/s")
             return value
 
-        study.optimize(objective, n_trials=max(0, num_trials - len(trials.entries)))
+        def propose(study: Any, trial: Any) -> None:
+            if trial.number % 2:
+                study.enqueue_trial(_parameters(trials.neighbour(generator, num_layers), num_layers))
+
+        study.optimize(objective, n_trials=max(0, num_trials - len(trials.entries)), callbacks=[propose])
     plan = trials.best[0]
     return plan, best_expectation(probe.outcome(plan), costs, costs.draft_us(plan)), len(trials.entries)
 
@@ -123,6 +135,18 @@ class _Trials:
         """The first one with the highest value."""
         return max(self.entries, key=lambda entry: entry[1])
 
+    def neighbour(self, generator: random.Random, num_layers: int) -> LayerPlan:
+        """Return the best plan with one or two blocks changed; one that was not tried, if it can be found."""
+        tried = {plan for plan, _ in self.entries}
+        best = _parameters(self.best[0], num_layers)
+        for _ in range(100):
+            changed = generator.sample(sorted(best), generator.choice((1, 2)))
+            flipped = best | {name: not best[name] for name in changed}
+            plan = _plan([name.split("_") for name, is_skipped in flipped.items() if is_skipped])
+            if plan not in tried:
+                break
+        return plan
+
     def add(self, plan: LayerPlan, value: float) -> None:
         self.entries.append((plan, value))
         entry = {
@@ -146,8 +170,8 @@ def _parameters(plan: LayerPlan, num_layers: int) -> dict[str, bool]:
 
 def _plan(blocks: Sequence[tuple[str, int]]) -> LayerPlan:
     return LayerPlan(
-        skipped_attention=frozenset(layer for kind, layer in blocks if kind == "attention"),
-        skipped_mlp=frozenset(layer for kind, layer in blocks if kind == "mlp"),
+        skipped_attention=frozenset(int(layer) for kind, layer in blocks if kind == "attention"),
+        skipped_mlp=frozenset(int(layer) for kind, layer in blocks if kind == "mlp"),
     )
 
 
@@ -197,6 +221,7 @@ def search_skip_sets(
     drafter.metadata = {
         "base_model_name_or_path": base_model_name(generation.model), "prepared": prepared,
         "searched": expected._asdict(), **report,
+        "num_contexts": len(places), "num_held_out_contexts": len(held_out_places),
         "num_trials": tried, "command": command,
     }  # fmt: skip
     drafter.save_pretrained(out)

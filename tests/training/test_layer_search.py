@@ -135,6 +135,26 @@ def test_uniform_plans_skip_as_many_blocks():
     assert len(uniform_plan(LayerPlan(skipped_mlp=frozenset(range(9))), 9).skipped_mlp) == 9
 
 
+def test_the_search_starts_from_uniform_plans_and_asks_neighbours_of_the_best(probe, tmp_path):
+    pytest.importorskip("optuna")
+    file = tmp_path / "trials.jsonl"
+    search_layers(probe, COSTS, file, OPTIONS, num_trials=40)
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    plans = [
+        LayerPlan(skipped_attention=frozenset(e["skipped_attention"]), skipped_mlp=frozenset(e["skipped_mlp"]))
+        for e in entries
+    ]
+    guesses = layer_search.first_guesses(probe, COSTS)
+    assert plans[: len(guesses)] == guesses
+    assert guesses[1::2] == [uniform_plan(guess, 4) for guess in guesses[::2]]
+    near = 0
+    for i in range(len(guesses), 40):
+        best = plans[max(range(i), key=lambda k: entries[k]["tokens_per_s"])]
+        changed = [best.skipped_attention ^ plans[i].skipped_attention, best.skipped_mlp ^ plans[i].skipped_mlp]
+        near += plans[i] not in plans[:i] and 1 <= sum(map(len, changed)) <= 2
+    assert near >= (40 - len(guesses)) // 2
+
+
 def test_contexts_are_cut_in_the_answers_and_parts_are_kept_apart(monkeypatch):
     monkeypatch.setattr(layer_probe, "is_held_out", lambda c: c.index % 2 == 0)
     conversations = [Conversation(i, (i, 1), tuple(range(10)), i % 4 < 2) for i in range(20)]
@@ -142,7 +162,9 @@ def test_contexts_are_cut_in_the_answers_and_parts_are_kept_apart(monkeypatch):
     for part, found in chosen.items():
         assert {c[0] % 2 == 0 for c in found} == {part}
         assert all(c[1:] == (1, *range(len(c) - 2)) for c in found)
-        assert [c[0] % 4 < 2 for c in found] == [True] * 5 + [False] * 5
+        assert [c[0] % 4 < 2 for c in found][:10] == [True] * 5 + [False] * 5
+        assert len(set(found)) == 12, "ten texts, two of them cut twice"
+        assert len({c[0] for c in found}) == 10
     assert len({len(c) for c in chosen[True]}) > 2
     with pytest.raises(ValueError, match="no held-out context of at most 1 tokens"):
         choose_contexts(conversations, SearchOptions(max_context=1), held_out=True)
