@@ -142,7 +142,8 @@ class _Trials:
         for _ in range(100):
             changed = generator.sample(sorted(best), generator.choice((1, 2)))
             flipped = best | {name: not best[name] for name in changed}
-            plan = _plan([name.split("_") for name, is_skipped in flipped.items() if is_skipped])
+            names = [name.split("_") for name, is_skipped in flipped.items() if is_skipped]
+            plan = _plan([(kind, int(layer)) for kind, layer in names])
             if plan not in tried:
                 break
         return plan
@@ -170,8 +171,8 @@ def _parameters(plan: LayerPlan, num_layers: int) -> dict[str, bool]:
 
 def _plan(blocks: Sequence[tuple[str, int]]) -> LayerPlan:
     return LayerPlan(
-        skipped_attention=frozenset(int(layer) for kind, layer in blocks if kind == "attention"),
-        skipped_mlp=frozenset(int(layer) for kind, layer in blocks if kind == "mlp"),
+        skipped_attention=frozenset(layer for kind, layer in blocks if kind == "attention"),
+        skipped_mlp=frozenset(layer for kind, layer in blocks if kind == "mlp"),
     )
 
 
