@@ -135,24 +135,28 @@ def test_uniform_plans_skip_as_many_blocks():
     assert len(uniform_plan(LayerPlan(skipped_mlp=frozenset(range(9))), 9).skipped_mlp) == 9
 
 
-def test_the_search_starts_from_uniform_plans_and_asks_neighbours_of_the_best(probe, tmp_path):
+def test_the_search_starts_from_uniform_plans_and_asks_neighbours_of_the_best(probe, tmp_path, monkeypatch):
     pytest.importorskip("optuna")
+    asked = []
+    neighbour = layer_search._Trials.neighbour
+
+    def noted(trials, *args):
+        asked.append((trials.best[0], [plan for plan, _ in trials.entries], neighbour(trials, *args)))
+        return asked[-1][2]
+
+    monkeypatch.setattr(layer_search._Trials, "neighbour", noted)
     file = tmp_path / "trials.jsonl"
     search_layers(probe, COSTS, file, OPTIONS, num_trials=40)
-    entries = [json.loads(line) for line in file.read_text().splitlines()]
-    plans = [
-        LayerPlan(skipped_attention=frozenset(e["skipped_attention"]), skipped_mlp=frozenset(e["skipped_mlp"]))
-        for e in entries
-    ]
+    plans = [plan for plan, _ in layer_search._Trials(file).entries]
     guesses = layer_search.first_guesses(probe, COSTS)
     assert plans[: len(guesses)] == guesses
     assert guesses[1::2] == [uniform_plan(guess, 4) for guess in guesses[::2]]
-    near = 0
-    for i in range(len(guesses), 40):
-        best = plans[max(range(i), key=lambda k: entries[k]["tokens_per_s"])]
-        changed = [best.skipped_attention ^ plans[i].skipped_attention, best.skipped_mlp ^ plans[i].skipped_mlp]
-        near += plans[i] not in plans[:i] and 1 <= sum(map(len, changed)) <= 2
-    assert near >= (40 - len(guesses)) // 2
+    assert len(asked) == 20, "every second time"
+    for best, tried, plan in asked:
+        changed = [best.skipped_attention ^ plan.skipped_attention, best.skipped_mlp ^ plan.skipped_mlp]
+        assert 1 <= sum(map(len, changed)) <= 2
+        assert plan not in tried
+    assert all(plan in plans[len(guesses) :] for _, _, plan in asked[:-1]), "the last one has no trial left"
 
 
 def test_contexts_are_cut_in_the_answers_and_parts_are_kept_apart(monkeypatch):
